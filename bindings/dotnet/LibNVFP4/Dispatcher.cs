@@ -92,7 +92,7 @@ namespace LibNVFP4
             var thread = new Thread(Run) { IsBackground = true, Name = "NVFP4 queue" };
             try
             {
-                // What flows with the first submission, such as its AsyncLocals, must not stay for the life of the queue.
+                // AsyncLocals of the first submission must not live as long as the queue.
                 if (ExecutionContext.IsFlowSuppressed())
                     thread.Start();
                 else

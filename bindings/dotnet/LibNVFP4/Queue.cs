@@ -29,10 +29,9 @@ namespace LibNVFP4
         NativeSubmitOptions* submit, ulong* generation);
 
     /// <summary>
-    /// Runs generations of a model that are awaited, without a thread for each. One thread takes what comes of all of them, from the first
-    /// submission until the queue is disposed of; awaiting code and handlers run on the thread pool, or where awaiting code asks to. Any thread
-    /// may use a queue. A session is in use from its submission until its task or stream has ended: other calls are refused meanwhile with an
-    /// <see cref="Nvfp4BusyException"/>.
+    /// Runs generations of a model for awaiting code, without a thread for each. One background thread takes the events of all of them, from the
+    /// first submission until the queue is disposed of. Awaiting code and handlers never run on it. Any thread may use a queue. A session is in
+    /// use from its submission until its task or stream has ended: other calls are refused meanwhile with an <see cref="Nvfp4BusyException"/>.
     /// </summary>
     public sealed class Queue : IDisposable
 #if NETCOREAPP
@@ -79,7 +78,7 @@ namespace LibNVFP4
         /// <summary>Appends tokens to a session and generates after them.</summary>
         /// <param name="session">A session of the queue's model.</param>
         /// <param name="tokens">The prompt; null to generate after the tokens in the session.</param>
-        /// <param name="options">How to generate; null for the defaults. Without a progress handler: the pieces tell the progress.</param>
+        /// <param name="options">How to generate; null for the defaults. A progress handler is refused: the pieces tell the progress.</param>
         /// <param name="handler">Is given each token as it comes, one at a time on the thread pool; or null. What it throws ends the generation and the task.</param>
         /// <param name="cancellation">Stops it, with an OperationCanceledException. Tokens generated until then are kept.</param>
         /// <param name="submit">Priority and deadline; null for neither.</param>
@@ -90,7 +89,7 @@ namespace LibNVFP4
         /// <summary>Says something in a conversation and gives the answer.</summary>
         /// <param name="chat">A conversation of the queue's model.</param>
         /// <param name="text">What the user says.</param>
-        /// <param name="options">How to generate; null for the defaults. Without a progress handler.</param>
+        /// <param name="options">How to generate; null for the defaults. A progress handler is refused.</param>
         /// <param name="onText">Is given the answer as it comes, one piece at a time on the thread pool; or null.</param>
         /// <param name="cancellation">Stops it, with an OperationCanceledException. The conversation keeps what was answered until then.</param>
         /// <param name="turn">How the turn is written and answered; null for <see cref="ChatSession.Turns"/>.</param>
@@ -124,7 +123,7 @@ namespace LibNVFP4
         /// </summary>
         /// <param name="session">A session of the queue's model.</param>
         /// <param name="tokens">The prompt; null to generate after the tokens in the session.</param>
-        /// <param name="options">How to generate; null for the defaults. Without a progress handler.</param>
+        /// <param name="options">How to generate; null for the defaults. A progress handler is refused.</param>
         /// <param name="cancellation">Stops it.</param>
         /// <param name="submit">Priority and deadline; null for neither.</param>
         public IAsyncEnumerable<string> StreamAsync(Session session, int[] tokens = null, GenerateOptions options = null,
@@ -222,7 +221,7 @@ namespace LibNVFP4
         {
             options = options ?? new GenerateOptions();
             submit = submit ?? new SubmitOptions();
-            // The library refuses a progress handler, and says why.
+            // The library itself refuses a progress handler.
             var reply = new Reply(session, new Call(cancellation, options.Progress, session.Handle), cancellation, more);
             try
             {

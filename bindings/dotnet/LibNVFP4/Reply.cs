@@ -8,8 +8,8 @@ using System.Threading.Tasks;
 
 namespace LibNVFP4
 {
-    /// The pieces of a generation that nobody has taken yet, and how it ended. The queue's thread writes it, and one reader reads it, whose code
-    /// never runs on that thread.
+    /// The pieces of a generation that its reader has not taken yet, and how it ended. The queue's thread adds them. The reader's code never runs
+    /// on that thread.
     internal sealed class Reply
     {
         readonly Session session;
@@ -45,7 +45,7 @@ namespace LibNVFP4
             }
         }
 
-        /// Lends the submission what ends it.
+        /// Ends the generation.
         internal Call Call { get; }
 
         /// The last piece that NextAsync has taken.
@@ -54,7 +54,7 @@ namespace LibNVFP4
         /// Ends when the session can be used again. Result says how the generation ended.
         internal Task Ended => ended.Task;
 
-        /// Makes a submission, which Call lends what ends it: the call stays until it returns.
+        /// Makes a submission, which reads Call: that is not disposed of before it returns.
         internal int Submit(Func<int> submission)
         {
             lock (gate)
@@ -159,9 +159,9 @@ namespace LibNVFP4
                 {
                     generation = session.TakeResult(finish, tokens);
                 }
-                catch (Nvfp4BusyException e)
+                catch (Nvfp4Exception e)
                 {
-                    // Another call has taken the session since the last piece. The answer is whole without the counts and times.
+                    // Another call may have taken the session since the last piece. The answer is whole without the counts and times.
                     lost = ExceptionDispatchInfo.Capture(e);
                 }
                 catch (ObjectDisposedException e)

@@ -2,6 +2,7 @@
 
 using System;
 using System.Collections.Generic;
+using System.Diagnostics;
 using System.Threading;
 using System.Threading.Tasks;
 
@@ -317,9 +318,9 @@ namespace LibNVFP4
         }
 
         /// <summary>
-        /// Ends the call that uses the session, if there is one, soon: a generation with what it has, anything else with an
-        /// <see cref="Nvfp4CancelledException"/>. From any thread, and from a handler. What begins later is not ended, nor is a step
-        /// of several sessions, which its token ends.
+        /// Ends the call that uses the session, or its generation in a <see cref="Queue"/>, if there is one, soon: a generation with what it
+        /// has, anything else with an <see cref="Nvfp4CancelledException"/>. From any thread, and from a handler. What begins later is not
+        /// ended, nor is a step of several sessions, which its token ends.
         /// </summary>
         public void Cancel() => Handle.Cancel();
 
@@ -518,16 +519,33 @@ namespace LibNVFP4
             return LastGeneration;
         }
 
-        /// The result of a generation that a queue has run, of so many tokens. One that was ended before its first token has left none.
+        /// The result of a generation that a queue has run, of so many tokens. Returns when the session can be used.
         internal Generation TakeResult(FinishReason finish, long tokens)
         {
             LastGeneration = null;
             var result = new NativeGenerationResult { StructSize = (uint)sizeof(NativeGenerationResult) };
-            if (tokens > 0 || finish != FinishReason.Cancelled && finish != FinishReason.Deadline)
-                Interop.Check(Native.NVFP4_session_result(Handle, &result));
+            Interop.Check(ReadResult(&result));
+            // A generation that ended before its first token has left that of an earlier one.
+            if (tokens == 0 && (finish == FinishReason.Cancelled || finish == FinishReason.Deadline))
+                result = default(NativeGenerationResult);
             result.Finish = (int)finish;
             Handle.Press();
             return LastGeneration = new Generation(result);
+        }
+
+        /// Reads the result of the last generation. The library gives back the session of a submission that never began a moment after its end can
+        /// be taken, so this waits for that, for 100 ms at most.
+        int ReadResult(NativeGenerationResult* result)
+        {
+            var watch = Stopwatch.StartNew();
+            var spin = new SpinWait();
+            for (;;)
+            {
+                int status = Native.NVFP4_session_result(Handle, result);
+                if (status != (int)Status.Busy || watch.ElapsedMilliseconds >= 100)
+                    return status;
+                spin.SpinOnce();
+            }
         }
 
         void Prefill(int* tokens, int count, bool single, ProgressHandler progress, CancellationToken cancellation)
