@@ -441,7 +441,7 @@ static partial class Tests
                 // The end of a session ends its generation, which is no whole answer.
                 Task<string> cut = queue.AskAsync(second, "Hi", Tokens(1000000));
                 second.Dispose();
-                await ThrowsAsync<ObjectDisposedException>(() => cut);
+                Same("ChatSession", (await ThrowsAsync<ObjectDisposedException>(() => cut)).ObjectName);
             }
             Same(Sentence, await queue.AskAsync(chat, "On", Tokens(12)));
             Check(queue.Counts.Waiting == 0 && queue.Counts.Running == 0);

@@ -1132,6 +1132,14 @@ static partial class Tests
             Same(greedy, said(new GenerateOptions { MaxTokens = 30, TopK = 1 }));
             Check(greedy != said(new GenerateOptions { MaxTokens = 30 }));
             Same(said(new GenerateOptions { MaxTokens = 30, Seed = 4 }), said(new GenerateOptions { MaxTokens = 30, Seed = 4, Temperature = 1.7f }));
+            // A queue draws alike.
+            using (var queue = new Queue(drawing))
+            using (var chat = new ChatSession(drawing))
+            {
+                var four = new GenerateOptions { MaxTokens = 30, Seed = 4 };
+                queue.AskAsync(chat, "Hi", four).Wait();
+                Same(said(four), string.Join(" ", chat.Tokens));
+            }
         }
     }
 

@@ -164,9 +164,9 @@ namespace LibNVFP4
                     // Another call may have taken the session since the last piece. The answer is whole without the counts and times.
                     lost = ExceptionDispatchInfo.Capture(e);
                 }
-                catch (ObjectDisposedException e)
+                catch (ObjectDisposedException)
                 {
-                    fault = e;
+                    fault = new ObjectDisposedException(session.GetType().Name);
                 }
             Close(finish == FinishReason.Cancelled ? WhyCancelled() ?? fault : fault);
         }
