@@ -1,6 +1,6 @@
-// Streams when the system refuses another thread, as a container with a limit of pids does: NoThreads RECITER.
+// Streams and queues when the system refuses another thread, as a container with a limit of pids does: NoThreads RECITER.
 //
-// Prints the streams' output. Has no effect for a user whose threads are not counted, such as root.
+// Prints their output. Has no effect for a user whose threads are not counted, such as root.
 
 using System;
 using System.Collections.Generic;
@@ -26,6 +26,7 @@ static class NoThreads
     {
         using (Model model = Model.Load(args[0]))
         using (var chat = new ChatSession(model))
+        using (var queue = new Queue(model))
         {
             // By now the runtime has started its own threads, the console's too.
             string said = string.Concat(chat.Stream("Hi"));
@@ -39,10 +40,11 @@ static class NoThreads
 #if NETCOREAPP
             Refused(() => CountAsync(chat.StreamAsync("Hi")));
 #endif
+            Refused(() => queue.AskAsync(chat, "Hi").GetAwaiter().GetResult().Length);
             if (chat.Length != length)
                 Console.WriteLine("the session has changed");
             setrlimit(Threads, ref limit);
-            Console.WriteLine(said + " " + string.Concat(chat.Stream("Hi")));
+            Console.WriteLine(said + " " + string.Concat(chat.Stream("Hi")) + " " + queue.AskAsync(chat, "Hi").GetAwaiter().GetResult());
         }
         return 0;
     }

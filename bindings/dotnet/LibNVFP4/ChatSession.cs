@@ -31,6 +31,16 @@ namespace LibNVFP4
                         : Native.NVFP4_session_chat(session, at, Interop.Size(text.Length), chat, generate, TokenCall.Callback, user,
                             result);
             });
+
+        internal int Submit(QueueHandle queue, SessionHandle session, NativeGenerateOptions* generate, NativeSubmitOptions* submit,
+            ulong* generation) =>
+            ChatOptions.Use(options, chat =>
+            {
+                fixed (byte* at = text)
+                    return isConversation
+                        ? Native.NVFP4_queue_chat_messages(queue, session, at, Interop.Size(text.Length), chat, generate, submit, generation)
+                        : Native.NVFP4_queue_chat(queue, session, at, Interop.Size(text.Length), chat, generate, submit, generation);
+            });
     }
 
     /// <summary>
@@ -193,6 +203,6 @@ namespace LibNVFP4
             return Handle.IsGivenUp ? throw new ObjectDisposedException(GetType().Name) : Text;
         }
 
-        GenerateOptions Drawn(GenerateOptions options) => options == null ? drawn : options.Over(drawn);
+        internal GenerateOptions Drawn(GenerateOptions options) => options == null ? drawn : options.Over(drawn);
     }
 }

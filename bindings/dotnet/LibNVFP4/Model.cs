@@ -99,8 +99,37 @@ namespace LibNVFP4
             ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken)) =>
             Interop.OnThread(() => Load(path, options, quantize, progress, cancellation), cancellation);
 
+        /// <summary>Says what a model and its sessions take of memory, without loading it: reads the headers of its files, in milliseconds.</summary>
+        /// <param name="path">Where it is, as for <see cref="Load"/>.</param>
+        /// <param name="options">How it will be loaded; null for the defaults of <see cref="Load"/>.</param>
+        /// <param name="quantize">How dense weights will be quantized; null for weights as they are stored.</param>
+        /// <param name="sessions">The sessions to plan for; null for one of the model's whole context.</param>
+        public static ModelPlan Plan(string path, LoadOptions options = null, QuantizeOptions quantize = null, PlanOptions sessions = null)
+        {
+            byte[] bytes = Interop.Utf8(path, nameof(path));
+            return Library.After(() =>
+            {
+                NativeLoadOptions raw = (options ?? new LoadOptions()).Raw;
+                NativeQuantizeOptions rawQuantize = quantize == null ? default(NativeQuantizeOptions) : quantize.Raw;
+                NativePlanOptions rawSessions = (sessions ?? new PlanOptions()).Raw;
+                var plan = new NativePlan { StructSize = (uint)sizeof(NativePlan) };
+                fixed (byte* at = bytes)
+                    Interop.Check(Native.NVFP4_model_plan(at, Interop.Size(bytes.Length), &raw, quantize == null ? null : &rawQuantize,
+                        &rawSessions, &plan));
+                return new ModelPlan(plan);
+            });
+        }
+
         /// <summary>What was loaded.</summary>
         public ModelInfo Info { get; }
+
+        /// <summary>What the model has run since it was loaded, and what it holds now. From any thread at any time, in handlers too.</summary>
+        public ModelStatistics Statistics()
+        {
+            var now = new NativeModelStatistics { StructSize = (uint)sizeof(NativeModelStatistics) };
+            Interop.Check(Native.NVFP4_model_statistics(Handle, &now));
+            return new ModelStatistics(now);
+        }
 
         /// <summary>Its tokenizer.</summary>
         public Tokenizer Tokenizer { get; }

@@ -339,6 +339,95 @@ namespace LibNVFP4
         public GenerateOptions Clone() => (GenerateOptions)MemberwiseClone();
     }
 
+    /// <summary>Limits of a <see cref="Queue"/>.</summary>
+    public sealed unsafe class QueueOptions
+    {
+        internal NativeQueueOptions Raw;
+
+        /// <summary>The defaults.</summary>
+        public QueueOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativeQueueOptions* raw = &Raw)
+                    return Native.NVFP4_queue_options_init(raw, (uint)sizeof(NativeQueueOptions));
+            });
+        }
+
+        /// <summary>The most generations that run at a time; others wait for one of them to end. Each has a thread of the library. Default: 256.</summary>
+        public int Running { get => Raw.Running; set => Raw.Running = value; }
+
+        /// <summary>The most submissions that have not ended, running ones included. A further one is an <see cref="Nvfp4BusyException"/>. Default: 4,096.</summary>
+        public long Submissions { get => Interop.Long(Raw.Submissions); set => Raw.Submissions = Interop.Size(value); }
+
+        /// <summary>The most events that wait for the queue's thread; with as many, generations pause. Default: 65,536.</summary>
+        public long Events { get => Interop.Long(Raw.Events); set => Raw.Events = Interop.Size(value); }
+    }
+
+    /// <summary>How a <see cref="Queue"/> runs a generation.</summary>
+    public sealed unsafe class SubmitOptions
+    {
+        internal NativeSubmitOptions Raw;
+        TimeSpan? deadline;
+
+        /// <summary>The defaults.</summary>
+        public SubmitOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativeSubmitOptions* raw = &Raw)
+                    return Native.NVFP4_submit_options_init(raw, (uint)sizeof(NativeSubmitOptions));
+            });
+        }
+
+        /// <summary>A waiting generation of a higher priority starts first; of equal ones, the one that was submitted first. Running generations are not interrupted. Default: 0.</summary>
+        public int Priority { get => Raw.Priority; set => Raw.Priority = value; }
+
+        /// <summary>The time after which the generation ends as <see cref="FinishReason.Deadline"/>, counted from its submission. It keeps the tokens that it has, and is no failure. Default: null, never.</summary>
+        public TimeSpan? Deadline
+        {
+            get => deadline;
+            set
+            {
+                if (value <= TimeSpan.Zero)
+                    throw new ArgumentOutOfRangeException(nameof(value), value, "a deadline takes a positive time, or null for none");
+                deadline = value;
+                Raw.Deadline = value?.TotalSeconds ?? 0;
+            }
+        }
+
+        /// <summary>A copy, to change something in.</summary>
+        public SubmitOptions Clone() => (SubmitOptions)MemberwiseClone();
+    }
+
+    /// <summary>The sessions of <see cref="Model.Plan"/>.</summary>
+    public sealed unsafe class PlanOptions
+    {
+        internal NativePlanOptions Raw;
+
+        /// <summary>The defaults.</summary>
+        public PlanOptions()
+        {
+            Library.Call(() =>
+            {
+                fixed (NativePlanOptions* raw = &Raw)
+                    return Native.NVFP4_plan_options_init(raw, (uint)sizeof(NativePlanOptions));
+            });
+        }
+
+        /// <summary>The type of the sessions' keys and values. Default: half precision.</summary>
+        public KvType KvType { get => (KvType)Raw.KvType; set => Raw.KvType = (int)value; }
+
+        /// <summary>Sessions that take steps together, at least 1. Default: 1.</summary>
+        public long Sequences { get => Interop.Long(Raw.Sequences); set => Raw.Sequences = Interop.Size(value); }
+
+        /// <summary>Tokens that each session comes to, at most those that the model was made for; 0 for these. Default: 0.</summary>
+        public long Context { get => Interop.Long(Raw.Context); set => Raw.Context = Interop.Size(value); }
+
+        /// <summary>Bytes of the device's memory in which model and sessions are to fit; 0 for what is free on the device. Default: 0.</summary>
+        public ulong BudgetBytes { get => Raw.BudgetBytes; set => Raw.BudgetBytes = value; }
+    }
+
     /// <summary>How to calibrate a model: see <see cref="Quantizer.ConvertModel"/>.</summary>
     public sealed class CalibrateOptions
     {

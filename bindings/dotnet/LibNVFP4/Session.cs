@@ -2,6 +2,7 @@
 
 using System;
 using System.Collections.Generic;
+using System.Diagnostics;
 using System.Threading;
 using System.Threading.Tasks;
 
@@ -14,6 +15,15 @@ namespace LibNVFP4
     public struct TokenEvent
     {
         internal unsafe TokenEvent(NativeTokenEvent* raw)
+        {
+            Kind = (TokenEventKind)raw->Kind;
+            Token = raw->Token;
+            Text = Interop.Read(raw->Text, raw->TextLength);
+            LogProbability = raw->LogProbability;
+            Part = (Part)raw->Part;
+        }
+
+        internal unsafe TokenEvent(NativeQueueEvent* raw)
         {
             Kind = (TokenEventKind)raw->Kind;
             Token = raw->Token;
@@ -159,7 +169,7 @@ namespace LibNVFP4
         /// <summary>The text of the last generation, of a chat the answer without its reasoning, which is empty before the first. A character that it left unfinished is not part of it, and comes with the text of the next one if that completes it.</summary>
         public string Text => Interop.Text((buffer, capacity, length) => Native.NVFP4_session_text(Handle, buffer, capacity, length));
 
-        /// <summary>The result of the last generation, or null. Streams set it at their end.</summary>
+        /// <summary>The result of the last generation, or null. Streams and queues set it at their end.</summary>
         public Generation LastGeneration { get; private set; }
 
         /// <summary>Appends tokens and runs them, many at a time: the prefill of a prompt.</summary>
@@ -308,9 +318,9 @@ namespace LibNVFP4
         }
 
         /// <summary>
-        /// Ends the call that uses the session, if there is one, soon: a generation with what it has, anything else with an
-        /// <see cref="Nvfp4CancelledException"/>. From any thread, and from a handler. What begins later is not ended, nor is a step
-        /// of several sessions, which its token ends.
+        /// Ends the call that uses the session, or its generation in a <see cref="Queue"/>, if there is one, soon: a generation with what it
+        /// has, anything else with an <see cref="Nvfp4CancelledException"/>. From any thread, and from a handler. What begins later is not
+        /// ended, nor is a step of several sessions, which its token ends.
         /// </summary>
         public void Cancel() => Handle.Cancel();
 
@@ -507,6 +517,35 @@ namespace LibNVFP4
                 call.Finish(status, status == (int)Status.Ok && result.Finish == (int)FinishReason.Cancelled);
             }
             return LastGeneration;
+        }
+
+        /// The result of a generation that a queue has run, of so many tokens. Returns when the session can be used.
+        internal Generation TakeResult(FinishReason finish, long tokens)
+        {
+            LastGeneration = null;
+            var result = new NativeGenerationResult { StructSize = (uint)sizeof(NativeGenerationResult) };
+            Interop.Check(ReadResult(&result));
+            // A generation that ended before its first token has left that of an earlier one.
+            if (tokens == 0 && (finish == FinishReason.Cancelled || finish == FinishReason.Deadline))
+                result = default(NativeGenerationResult);
+            result.Finish = (int)finish;
+            Handle.Press();
+            return LastGeneration = new Generation(result);
+        }
+
+        /// Reads the result of the last generation. The library gives back the session of a submission that never began a moment after its end can
+        /// be taken, so this waits for that, for 100 ms at most.
+        int ReadResult(NativeGenerationResult* result)
+        {
+            var watch = Stopwatch.StartNew();
+            var spin = new SpinWait();
+            for (;;)
+            {
+                int status = Native.NVFP4_session_result(Handle, result);
+                if (status != (int)Status.Busy || watch.ElapsedMilliseconds >= 100)
+                    return status;
+                spin.SpinOnce();
+            }
         }
 
         void Prefill(int* tokens, int count, bool single, ProgressHandler progress, CancellationToken cancellation)
