@@ -1,3 +1,5 @@
+// The memory of a model and its sessions, as Model.Plan gives it.
+
 namespace LibNVFP4
 {
     /// <summary>

@@ -1,3 +1,5 @@
+// The work of a model, as Model.Statistics gives it.
+
 namespace LibNVFP4
 {
     /// <summary>What a model has run since it was loaded, and what it holds now: see <see cref="Model.Statistics"/>.</summary>
