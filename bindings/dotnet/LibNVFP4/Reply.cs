@@ -22,7 +22,6 @@ namespace LibNVFP4
         Generation generation;
         ExceptionDispatchInfo thrown, lost;
         int taken;
-        long tokens;
         bool isOver, isStopped, isDiscarding, isAborted;
 
         /// Takes over the call, which `cancellation` ends. Either token ends the generation.
@@ -138,8 +137,6 @@ namespace LibNVFP4
             TaskCompletionSource<bool> waiting;
             lock (gate)
             {
-                if (piece.Kind == TokenEventKind.Token)
-                    tokens++;
                 if (!isStopped && !isDiscarding)
                     pieces.Add(piece);
                 waiting = changed;
@@ -157,7 +154,7 @@ namespace LibNVFP4
             else
                 try
                 {
-                    generation = session.TakeResult(finish, tokens);
+                    generation = session.TakeResult();
                 }
                 catch (Nvfp4Exception e)
                 {

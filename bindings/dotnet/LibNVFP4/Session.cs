@@ -2,7 +2,6 @@
 
 using System;
 using System.Collections.Generic;
-using System.Diagnostics;
 using System.Threading;
 using System.Threading.Tasks;
 
@@ -519,33 +518,14 @@ namespace LibNVFP4
             return LastGeneration;
         }
 
-        /// The result of a generation that a queue has run, of so many tokens. Returns when the session can be used.
-        internal Generation TakeResult(FinishReason finish, long tokens)
+        /// The result of a generation that a queue has run, and that has ended.
+        internal Generation TakeResult()
         {
             LastGeneration = null;
             var result = new NativeGenerationResult { StructSize = (uint)sizeof(NativeGenerationResult) };
-            Interop.Check(ReadResult(&result));
-            // A generation that ended before its first token has left that of an earlier one.
-            if (tokens == 0 && (finish == FinishReason.Cancelled || finish == FinishReason.Deadline))
-                result = default(NativeGenerationResult);
-            result.Finish = (int)finish;
+            Interop.Check(Native.NVFP4_session_result(Handle, &result));
             Handle.Press();
             return LastGeneration = new Generation(result);
-        }
-
-        /// Reads the result of the last generation. The library gives back the session of a submission that never began a moment after its end can
-        /// be taken, so this waits for that, for 100 ms at most.
-        int ReadResult(NativeGenerationResult* result)
-        {
-            var watch = Stopwatch.StartNew();
-            var spin = new SpinWait();
-            for (;;)
-            {
-                int status = Native.NVFP4_session_result(Handle, result);
-                if (status != (int)Status.Busy || watch.ElapsedMilliseconds >= 100)
-                    return status;
-                spin.SpinOnce();
-            }
         }
 
         void Prefill(int* tokens, int count, bool single, ProgressHandler progress, CancellationToken cancellation)
