@@ -78,6 +78,54 @@ fn sessions_begin_with_what_others_have_run() {
     }
 }
 
+/// A file has blocks of 64 positions of a GPU, or of 16 of the CPU, and either device begins with the blocks of the other.
+#[test]
+fn files_of_prefixes_move_between_devices() {
+    let Some(gpu) = gpu() else { return };
+    for (case, bar) in [
+        ("qwen3_tied", 5e-3),
+        ("gemma3_wide", 5e-3),
+        ("gemma4_shared", 5e-3),
+        ("qwen35_tied", 1e-2),
+        ("qwen35_drafter", 1e-2),
+        ("nemotronh_dense", 1e-2),
+    ] {
+        let dir = windows::lengthened(case);
+        let loaded = |is_on_gpu: bool| {
+            let mut options = LoadOptions {
+                prefix_bytes: 64 << 20,
+                ..options()
+            };
+            if is_on_gpu {
+                options.device = Device::Cuda(gpu.clone());
+            }
+            Served::load(&dir.0, &options).unwrap()
+        };
+        let name = format!("nvfp4-prefixes-{}-{case}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        for (from, to) in [(true, true), (true, false), (false, true)] {
+            let what = format!("{case}, from a GPU {from}, to a GPU {to}");
+            let first = loaded(from);
+            let tokens = some_tokens(&first, 700);
+            drop(new(&first, &tokens[..650]));
+            let saved = first.save_prefixes(&path).unwrap();
+            let later = loaded(to);
+            let restored = later.restore_prefixes(&path).unwrap();
+            assert_eq!(restored.filled, restored.in_file, "{what}");
+            assert!(from != to || restored.filled == saved, "{what}");
+            let bar = bar * coarseness(if from { &first } else { &later });
+            let mut session = new(&later, &tokens);
+            assert_eq!(later.statistics().prompt_tokens_found, 640, "{what}");
+            check(&mut session, bar, &what);
+            generated(&mut session, 70, &SamplingOptions::default());
+            check(&mut session, bar, &format!("{what}, generated"));
+            let again = later.restore_prefixes(&path).unwrap();
+            assert_eq!(again.filled.blocks, 0, "{what}");
+        }
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
 #[test]
 fn cached_blocks_give_way_to_sessions() {
     let Some(gpu) = gpu() else { return };

@@ -245,7 +245,7 @@ mod tests {
             let mut nodes: Vec<Listed> = (1..=count)
                 .map(|id| {
                     let drawn = bits(seed, id);
-                    let parent = (drawn % 5 > 0)
+                    let parent = (!drawn.is_multiple_of(5))
                         .then(|| (drawn >> 8) % id)
                         .filter(|p| *p > 0);
                     Listed {
@@ -314,7 +314,7 @@ mod tests {
                     let last = if has_all { of(slot).max() } else { None };
                     assert_eq!(node.last_uses[slot], last.unwrap_or(0));
                 }
-                assert_eq!(Some(node.last_uses[2]), of(2).last());
+                assert_eq!(Some(node.last_uses[2]), of(2).next_back());
                 assert_eq!(
                     node.is_followed,
                     parts.iter().all(|&part| same[part].is_followed)
