@@ -68,7 +68,7 @@ int main(int argc, char **argv)
     OK(NVFP4_model_load(argv[1], strlen(argv[1]), &load, NULL, &model));
 
     draw(0, shared);
-    /* What a first prompt compiles and chooses is not measured: a session of other tokens runs before. */
+    /* The first prompt of a process compiles kernels and chooses algorithms: one of other tokens runs before those that are measured. */
     tokens[0] = 301;
     OK(NVFP4_session_release(prompted(shared)));
     tokens[0] = 302;

@@ -433,7 +433,7 @@ if command -v valgrind >/dev/null; then
         name=$1
         shift
         case $1 in
-        # The one that is about deep stacks.
+        # This program measures deep stacks.
         */stack-*) ;;
         *) export LD_PRELOAD=$work/libstacks.so ;;
         esac

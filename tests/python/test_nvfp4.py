@@ -1195,6 +1195,29 @@ class Models(unittest.TestCase):
         self.assertRaises(nvfp4.NotFound, nvfp4.Session.restore, self.reciter, "/nowhere")
         self.assertRaises(nvfp4.Error, nvfp4.Session.restore, self.golden, path)
 
+    def test_prefixes_in_files(self):
+        """A model that was loaded anew begins with what another one has run."""
+        path, prompt = os.path.join(self.scratch.name, "prefixes"), list(range(5, 205))
+
+        def ask(model):
+            session = model.session()
+            session.prefill(prompt)
+            return session.generate(max_tokens=5, ignore_model_stops=True).text, model.statistics["prompt_tokens_found"]
+
+        with nvfp4.Model(GOLDEN, device="cpu", threads=1, prefix_bytes=1 << 24) as first:
+            text, found = ask(first)
+            first.save_prefixes(path)
+        self.assertEqual(found, 0)
+        with nvfp4.Model(GOLDEN, device="cpu", threads=1, prefix_bytes=1 << 24) as second:
+            second.restore_prefixes(path)
+            again, found = ask(second)
+        self.assertEqual(again, text)
+        self.assertGreaterEqual(found, 180)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "prefix_bytes"):
+            self.golden.restore_prefixes(path)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "another model"):
+            nvfp4.Model(self.reciting, device="cpu", prefix_bytes=1 << 24).restore_prefixes(path)
+
     def test_paths(self):
         """A path is bytes: as bytes, or with what is no UTF-8 as Python writes it, or in an object with __fspath__."""
         class Place:

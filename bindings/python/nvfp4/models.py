@@ -209,6 +209,14 @@ class Model(Handle):
         names = (name for name, _ in now._fields_ if name not in ("struct_size", "reserved"))
         return {name: getattr(now, name) for name in names}
 
+    def save_prefixes(self, path, cancel=None, progress=None):
+        """Writes the prefixes that sessions can begin with to a file, while other threads go on."""
+        _watched(lambda call: lib.model_save_prefixes(self, *native.path_in(path), call), cancel, progress)
+
+    def restore_prefixes(self, path, cancel=None, progress=None):
+        """Restores prefixes of a model with the same weights, as far as there is room: prefix_bytes or kv_bytes say how much."""
+        _watched(lambda call: lib.model_restore_prefixes(self, *native.path_in(path), call), cancel, progress)
+
     @property
     def tokenizer(self):
         return Tokenizer(self)
