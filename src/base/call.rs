@@ -319,9 +319,9 @@ mod tests {
 
     #[test]
     fn a_deadline_ends_a_call_unless_a_flag_has() {
-        let deadline = Some(Instant::now() + Duration::from_millis(20));
+        let deadline = Instant::now() + Duration::from_millis(20);
         let late = Watch {
-            deadline,
+            deadline: Some(deadline),
             ..Watch::default()
         };
         late.during(|| {
@@ -329,7 +329,7 @@ mod tests {
             while !is_over() {
                 std::thread::yield_now();
             }
-            assert!(Instant::now() >= deadline.unwrap() && is_late());
+            assert!(Instant::now() >= deadline && is_late());
             assert_eq!(check().unwrap_err().kind(), ErrorKind::Cancelled);
             assert!(!outside(is_late));
         });

@@ -1,6 +1,6 @@
 //! Files of the library's own that hold state: a magic number, a version, a JSON header, content, and a checksum of all that; numbers are
 //! little-endian. Each appears complete or not at all. Written and read with the progress and the cancellation of the thread's
-//! [`call`](super::call).
+//! [`call`].
 
 use std::fs::File;
 use std::hash::Hasher;

@@ -47,7 +47,7 @@ impl PartOf {
 /// The keys and values of one sequence of tokens, and the state of recurrent layers. Memory is taken in blocks as it grows; a clone shares
 /// them until either side writes.
 ///
-/// Layers that see a window keep it and [`REWIND`] positions before it. Recurrent layers keep the state of the end and of at most
+/// Layers that see a window keep it and [`REWIND`](super::windows::REWIND) positions before it. Recurrent layers keep the state of the end and of at most
 /// [`SNAPSHOTS`] earlier positions: both ends of prompts, the last end of a block in long ones, and multiples of [`SNAPSHOT_POSITIONS`].
 ///
 /// With [`Sequence::set_sharing`] it also shares full blocks with other sequences that begin with the same tokens.

@@ -25,7 +25,7 @@ impl Session {
     /// Tokens that [`generate`](Session::generate), [`decode`](Session::decode) or [`prefill`](Session::prefill) appended after an answer
     /// count as part of it. A session that was prefilled before its first turn is refused, because its tokens are not a conversation.
     ///
-    /// If the thread's [`call`] is cancelled, the turn does not fail: it ends as [`Finish::Cancelled`]. A turn cancelled before its first
+    /// If the thread's [`call`] is cancelled, the turn does not fail: it ends as [`Finish::Cancelled`](super::Finish::Cancelled). A turn cancelled before its first
     /// token is not added to the conversation.
     pub fn chat(
         &mut self,

@@ -48,7 +48,7 @@ use pace::Pace;
 /// Policy for tokens that no longer fit in the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Eviction {
-    /// Refuses them: [`ErrorKind::ContextFull`](crate::base::ErrorKind::ContextFull), or the end of a generation.
+    /// Refuses them: [`ErrorKind::ContextFull`], or the end of a generation.
     #[default]
     Error,
     /// Evicts the older half of the tokens after the first `keep`, or more if that is not enough. Keys carry their positions, so the

@@ -74,7 +74,7 @@ struct AnswerHeader {
 
 impl Session {
     /// Writes the session to a file atomically: the file appears complete or not at all. Reports the bytes written to the thread's
-    /// [`call`].
+    /// [`call`](crate::base::call).
     pub fn save(&self, path: &Path) -> Result<()> {
         let conversation = &self.conversation;
         let kept = self.cache.kept();

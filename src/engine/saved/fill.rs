@@ -146,9 +146,13 @@ impl<'a> Filling<'a> {
         });
         // By record and layer.
         let records: Vec<Vec<ChunksExact<'b, u8>>> = records.collect();
-        let layers = 0..records.first().map_or(0, Vec::len);
-        let of_layer = |layer: usize| records.iter().flat_map(move |of| of[layer].clone());
-        layers.flat_map(of_layer).collect()
+        let mut pages = Vec::new();
+        for layer in 0..records.first().map_or(0, Vec::len) {
+            for of_record in &records {
+                pages.extend(of_record[layer].clone());
+            }
+        }
+        pages
     }
 
     /// The filled blocks, by slot.
