@@ -32,7 +32,7 @@ class ToolCall(typing.NamedTuple):
 
 class Generation(typing.NamedTuple):
     """
-    The result of a generation. `finish` is stop, stop_string, length, context or cancelled; `seed` repeats its draws. In a chat,
+    The result of a generation. `finish` is stop, stop_string, length, context, cancelled or deadline; `seed` repeats its draws. In a chat,
     `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall.
     """
 
