@@ -4,10 +4,13 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+static int (*next)(pthread_attr_t *, size_t);
+
+/* Before anything else runs: later dlsym may wait for a loader that itself waits for the thread. */
+__attribute__((constructor)) static void find(void) { *(void **)&next = dlsym(RTLD_NEXT, "pthread_attr_setstacksize"); }
+
 int pthread_attr_setstacksize(pthread_attr_t *attributes, size_t size)
 {
     const size_t most = (size_t)8 << 20;
-    int (*next)(pthread_attr_t *, size_t);
-    *(void **)&next = dlsym(RTLD_NEXT, "pthread_attr_setstacksize");
     return next(attributes, size < most ? size : most);
 }

@@ -199,7 +199,8 @@ package_pages_are_right() {
     [ -e "$work/reciter" ] || python3 tests/python/reciter.py "$work/reciter" "Because." || return 1
     ln -sfn "$work/reciter" "$work/try-nuget/qwen3-nvfp4"
     page LibNVFP4 csharp 1 >"$work/try-nuget/answer/Program.cs" && [ "$(in_try run --project answer)" = $'Because.\nBecause.' ] &&
-        page LibNVFP4 csharp 2 >"$work/try-nuget/answer/Program.cs" && [ "$(in_try run --project answer)" = "4 x 256" ] &&
+        page LibNVFP4 csharp 2 >"$work/try-nuget/answer/Program.cs" && [ "$(in_try run --project answer)" = $'Because.\nBecause.' ] &&
+        page LibNVFP4 csharp 3 >"$work/try-nuget/answer/Program.cs" && [ "$(in_try run --project answer)" = "4 x 256" ] &&
         page LibNVFP4.FSharp fsharp 1 >"$work/try-nuget/pipe/Program.fs" && [ "$(in_try run --project pipe)" = "Because." ]
 }
 
