@@ -19,23 +19,22 @@ pub(super) struct Grammars {
 }
 
 impl Grammars {
-    /// Compiles `source` for a model with this tokenizer, rows of the embedding and stop tokens.
-    pub(super) fn compile(
+    /// The vocabulary of a model with this tokenizer, rows of the embedding and stop tokens.
+    pub(super) fn vocabulary(
         &self,
         tokenizer: &Arc<Tokenizer>,
         rows: usize,
         stops: &[u32],
-        source: GrammarSource<'_>,
-    ) -> Result<Grammar> {
+    ) -> Result<&Arc<GrammarVocabulary>> {
         let make = || GrammarVocabulary::new(tokenizer, rows, stops).map(Arc::new);
-        Grammar::new(self.vocabulary.get_or_try(make)?, source)
+        self.vocabulary.get_or_try(make)
     }
 
     /// The grammar of tool calls whose source is `lark`, compiled unless it is kept.
     pub(super) fn of_calls(
         &self,
+        vocabulary: &Arc<GrammarVocabulary>,
         lark: String,
-        compile: impl FnOnce(&str) -> Result<Grammar>,
     ) -> Result<Arc<Grammar>> {
         let mut calls = lock(&self.calls);
         if let Some(at) = calls.iter().position(|(source, _)| *source == lark) {
@@ -44,7 +43,8 @@ impl Grammars {
             return Ok(found.1);
         }
         drop(calls);
-        let grammar = Arc::new(compile(&lark).map_err(|e| e.within("the schemas of the tools"))?);
+        let grammar = Grammar::new(vocabulary, GrammarSource::Lark(&lark));
+        let grammar = Arc::new(grammar.map_err(|e| e.within("the schemas of the tools"))?);
         let mut calls = lock(&self.calls);
         if calls.len() == KEPT {
             calls.remove(0);

@@ -23,7 +23,9 @@ use crate::model::training::Source;
 use crate::model::{
     Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Trained, open, text,
 };
-use crate::text::{AnswerForm, ChatTemplate, Grammar, GrammarSource, TextFiles, Tokenizer};
+use crate::text::{
+    AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, TextFiles, Tokenizer,
+};
 
 /// A served model, for reports.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -324,11 +326,15 @@ impl Served {
     }
 
     /// Compiles a grammar for the model's tokens, of which those without a row in the embedding never come. The first call for a model also
-    /// prepares its vocabulary, which takes some tenths of a second. See [`Grammar::new`] for what is refused.
+    /// prepares its vocabulary, which takes up to some seconds. See [`Grammar::new`] for what is refused.
     pub fn grammar(&self, source: GrammarSource<'_>) -> Result<Grammar> {
+        Grammar::new(self.grammar_vocabulary()?, source)
+    }
+
+    fn grammar_vocabulary(&self) -> Result<&Arc<GrammarVocabulary>> {
         let rows = self.spec().vocab_size;
         self.grammars
-            .compile(self.tokenizer()?, rows, &self.stop_tokens, source)
+            .vocabulary(self.tokenizer()?, rows, &self.stop_tokens)
     }
 
     /// Refuses a grammar that was compiled for another model.
@@ -344,13 +350,10 @@ impl Served {
 
     /// The grammar of one call of one of `tools`, which is kept for when it is asked for again.
     pub fn grammar_of_calls(&self, tools: &[Value]) -> Result<Arc<Grammar>> {
-        let tokenizer = self.tokenizer()?;
-        let id_of = |mark: &str| tokenizer.id_of(mark);
-        let is_no_text = |id: &u32| tokenizer.is_special(*id) || self.stop_tokens.contains(id);
-        let special = |mark: &str| id_of(mark).filter(is_no_text);
-        let lark = self.answer_form.grammar_of_calls(tools, special)?;
-        let compile = |lark: &str| self.grammar(GrammarSource::Lark(lark));
-        self.grammars.of_calls(lark, compile)
+        let vocabulary = self.grammar_vocabulary()?;
+        let mark = |name: &str| vocabulary.mark(name);
+        let lark = self.answer_form.grammar_of_calls(tools, mark)?;
+        self.grammars.of_calls(vocabulary, lark)
     }
 
     /// The chat template; ChatML if the model came without one. A broken template gives its error when it is rendered.

@@ -26,6 +26,11 @@ impl GrammarVocabulary {
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         match self.0 {}
     }
+
+    /// The id of a mark.
+    pub fn mark(&self, _: &str) -> Option<u32> {
+        match self.0 {}
+    }
 }
 
 /// A grammar, of which there is none in this build.

@@ -180,6 +180,13 @@ impl Tokenizer {
         self.encode_around("", text, "")
     }
 
+    /// Whether `token` is a mark, which grammars know by its name and not as text: a special token, or an added one with a name in angle
+    /// brackets.
+    #[cfg(feature = "grammar")]
+    pub(super) fn is_mark(&self, token: u32) -> bool {
+        self.is_special(token) || self.pieces.is_literal(token) && self.is_control(token)
+    }
+
     /// Whether [`Tokenizer::encode_own`] gives tokens.
     #[cfg(feature = "grammar")]
     pub(super) fn has_own_encoder(&self) -> bool {

@@ -8,13 +8,14 @@ use crate::base::error::{bail, err};
 use crate::text::grammar_source::with_white_space;
 
 impl AnswerForm {
-    /// A Lark grammar of one call of one of `tools`, from its mark to its end. `special` gives the id of a special token by its text.
+    /// A Lark grammar of one call of one of `tools`, from its mark to its end. `mark` gives the id of a mark that is
+    /// a token and no text.
     ///
     /// Fails for a form whose arguments are not JSON, or whose calls are not told from content by a mark.
     pub fn grammar_of_calls(
         &self,
         tools: &[Value],
-        special: impl Fn(&str) -> Option<u32>,
+        mark: impl Fn(&str) -> Option<u32>,
     ) -> Result<String> {
         let Some(written) = self.calls.and_then(|form| form.written()) else {
             bail!(
@@ -31,7 +32,7 @@ impl AnswerForm {
         let texts = |texts: &[&str]| -> Vec<String> {
             texts
                 .iter()
-                .map(|text| match special(text) {
+                .map(|text| match mark(text) {
                     Some(id) => format!("<[{id}]>"),
                     None => quoted(text),
                 })
