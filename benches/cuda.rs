@@ -842,6 +842,7 @@ fn sampling(gpu: &Arc<Gpu>) {
                 options,
                 draw: 0,
                 history: &[1, 2, 3],
+                allowed: None,
             };
             let penalties = options.repetition_penalty != 1.0;
             scratch
@@ -882,6 +883,7 @@ fn sampling(gpu: &Arc<Gpu>) {
             options,
             draw: 0,
             history: &[1, 2, 3],
+            allowed: None,
         };
         let mut scratch = sample::SampleScratch::default();
         let us = wait(&mut || {

@@ -47,6 +47,8 @@ GROUPS = (
     Group("KV", "KvType", "KvType", "Precision of cached keys and values."),
     Group("EVICTION", "Eviction", "Eviction", "Treatment of tokens that do not fit in a session."),
     Group("FINISH", "FinishReason", "Finish", "Why a generation ended.", ("none",)),
+    Group("TOOL_CALLS", "ToolCalls", "ToolCalls", "Which tool calls of an answer are held to their tools' schemas."),
+    Group("GRAMMAR", "GrammarKind", "GrammarKind", "What a grammar is made of."),
     Group("EVENT", "TokenEventKind", None, "Kinds of events in a generation."),
     Group("PART", "Part", "Part", "Kinds of text in an answer."),
     Group("SCHEDULE", "Schedule", "Schedule", "Learning rate after the warm-up."),

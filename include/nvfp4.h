@@ -391,6 +391,18 @@ extern "C" {
 /** Embedding and head in int8 with one float32 scale per row, half of the bytes; not for `.dat`. Only for conversions. */
 #define NVFP4_TABLES_INT8 2
 
+/** A JSON schema, of draft 2020-12 or an earlier one that it names. The text is one line of JSON with a space after each comma and colon. */
+#define NVFP4_GRAMMAR_JSON_SCHEMA 0
+
+/** A regular expression that the whole text fits, in the syntax of Rust's crate `regex`, without look-around. */
+#define NVFP4_GRAMMAR_REGEX 1
+
+/** A context-free grammar, in the dialect of Lark that `llguidance` reads. */
+#define NVFP4_GRAMMAR_LARK 2
+
+/** Texts of which one is generated, as a JSON array of strings. */
+#define NVFP4_GRAMMAR_CHOICES 3
+
 /** Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation. */
 #define NVFP4_EVICTION_ERROR 0
 
@@ -405,6 +417,15 @@ extern "C" {
  * session is created, and again when it is truncated.
  */
 #define NVFP4_SEED_NEW 18446744073709551615ull
+
+/** The model writes tool calls as it likes. */
+#define NVFP4_TOOL_CALLS_FREE 0
+
+/** Each tool call that the model begins is held to the schema of its tool. Refused for models whose calls are not JSON between marks. */
+#define NVFP4_TOOL_CALLS_HELD 1
+
+/** As held, and the content of the answer begins with a call. */
+#define NVFP4_TOOL_CALLS_REQUIRED 2
 
 /** Nothing has ended the text yet. */
 #define NVFP4_FINISH_NONE -1
@@ -585,6 +606,9 @@ typedef struct NVFP4_Detokenizer NVFP4_Detokenizer;
 
 /** An error as an object, which may go to another thread. See NVFP4_take_error(). Immutable. */
 typedef struct NVFP4_Error NVFP4_Error;
+
+/** A grammar. See the grammar chapter. */
+typedef struct NVFP4_Grammar NVFP4_Grammar;
 
 /** A loaded model. See the model chapter. */
 typedef struct NVFP4_Model NVFP4_Model;
@@ -989,6 +1013,14 @@ typedef struct NVFP4_ConvertOptions {
     const NVFP4_CalibrateOptions *calibrate;
 } NVFP4_ConvertOptions;
 
+/** What a grammar is made of. Fill with NVFP4_grammar_options_init(), then change what is to differ. */
+typedef struct NVFP4_GrammarOptions {
+    /** sizeof(NVFP4_GrammarOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_GRAMMAR_*. Default: a JSON schema. */
+    int32_t kind;
+} NVFP4_GrammarOptions;
+
 /** How to create a session. Fill with NVFP4_session_options_init(), then change what is to differ. */
 typedef struct NVFP4_SessionOptions {
     /** sizeof(NVFP4_SessionOptions) as the caller knows it. */
@@ -1078,6 +1110,15 @@ typedef struct NVFP4_GenerateOptions {
     size_t stop_string_count;
     /** Cancels the call and reports the tokens run; NULL for neither. Default: NULL. */
     const NVFP4_CallOptions *call;
+    /**
+     * Holds the text to a grammar, in a chat the content of the answer: see the grammar chapter. It may be released while generations
+     * follow it. Default: NULL, none.
+     */
+    const NVFP4_Grammar *grammar;
+    /** One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free. */
+    int32_t tool_calls;
+    /** Must be 0. */
+    int32_t reserved;
 } NVFP4_GenerateOptions;
 
 /**
@@ -2432,6 +2473,43 @@ NVFP4_Status NVFP4_model_convert(const char *source,
                                  const NVFP4_QuantizeOptions *quantize);
 
 /**
+ * @defgroup grammar Grammars: texts that generations are held to
+ *
+ * A grammar is a JSON schema, a regular expression, a Lark grammar or a list of choices, compiled once for the tokens of a model. A
+ * generation whose options name it gives a text that fits as a whole, unless it ends before the text does: by its length, a full context,
+ * a stop string or the caller. Reasoning before the answer of a chat stays free. Grammars never change: any number of generations may
+ * follow one at the same time, on any threads.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_GrammarOptions). */
+NVFP4_API NVFP4_Status NVFP4_grammar_options_init(NVFP4_GrammarOptions *options, uint32_t struct_size);
+
+/**
+ * Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes up to
+ * some seconds for a large one and is kept with the model.
+ *
+ * A grammar that takes more than 100 ms of a processor's time or 64 MB of memory to compile is refused, and one that no text fits, as
+ * far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular expression,
+ * or a line and column.
+ *
+ * - `options`: the kind of the source. NULL for a JSON schema.
+ * - `text`, `length`: the source, in UTF-8. Copied.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_grammar_create(const NVFP4_Model *model,
+                                  const NVFP4_GrammarOptions *options,
+                                  const char *text,
+                                  size_t length,
+                                  NVFP4_Grammar **out);
+
+/** Adds a reference to a grammar. */
+NVFP4_API NVFP4_Status NVFP4_grammar_retain(NVFP4_Grammar *grammar);
+
+/** Gives up a reference to a grammar. After the last one the handle is stale; generations that follow the grammar go on. */
+NVFP4_API
+NVFP4_Status NVFP4_grammar_release(NVFP4_Grammar *grammar);
+
+/**
  * @defgroup session Sessions: conversations and other sequences of tokens, with their KV cache
  *
  * A session holds its tokens with their cached keys and values, so that a call runs only new tokens. It keeps its model
@@ -2593,7 +2671,8 @@ NVFP4_API NVFP4_Status NVFP4_session_reset(NVFP4_Session *session);
  * Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
  *
  * A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes on: the
- * second session has the tokens so far, as if the generation had been cancelled then. This waits for the end of a step that runs. #NVFP4_BUSY
+ * second session has the tokens so far, as if the generation had been cancelled then, and not what options of it, such as a grammar, know of
+ * them. This waits for the end of a step that runs. #NVFP4_BUSY
  * if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
  */
 NVFP4_API

@@ -2200,6 +2200,34 @@ inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, S
                           std::move(next));
 }
 
+/**
+ * Texts that generations are held to: those whose options have it as `grammar`, `options.grammar = grammar.get()`, give a text that fits.
+ * Never changes; any number of generations may follow it at the same time.
+ */
+class Grammar : public detail::Handle<NVFP4_Grammar, NVFP4_grammar_retain, NVFP4_grammar_release> {
+public:
+    using Handle::Handle;
+
+    /** Compiles `source` for a model. `kind` is one of NVFP4_GRAMMAR_*. */
+    static Result<Grammar> create(const Model &model, std::string_view source, std::int32_t kind = NVFP4_GRAMMAR_JSON_SCHEMA)
+    {
+        NVFP4_GrammarOptions options;
+        detail::filled(NVFP4_grammar_options_init(&options, sizeof(NVFP4_GrammarOptions)));
+        options.kind = kind;
+        Grammar out;
+        return detail::result(NVFP4_grammar_create(model.get(), &options, source.data(), source.size(), out.put()), std::move(out));
+    }
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Grammar(const Model &model, std::string_view source, std::int32_t kind = NVFP4_GRAMMAR_JSON_SCHEMA)
+        : Grammar(create(model, source, kind))
+    {
+    }
+#endif
+
+    /** A second owner of the same grammar. */
+    Result<Grammar> clone() const { return again<Grammar>(); }
+};
+
 /** Follows one sequence of tokens: returns the text that each completes, and says when the sequence ends. */
 class Detokenizer : public detail::Handle<NVFP4_Detokenizer, NVFP4_detokenizer_retain, NVFP4_detokenizer_release> {
 public:

@@ -543,6 +543,7 @@ fn segments_of_a_batch_are_verified_apart() {
                         options: &greedy,
                         draw: 0,
                         history,
+                        allowed: None,
                     },
                     stops: if i == 3 { &chosen[2..3] } else { &[] },
                 }),

@@ -994,6 +994,7 @@ fn tokens_are_chosen_on_an_emulated_gpu_as_on_the_cpu() {
                 options: &options,
                 draw: case * row,
                 history: &history,
+                allowed: None,
             };
             tokens.push(last.cast_signed());
             rules.push(choice.rule());

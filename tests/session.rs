@@ -3,6 +3,8 @@
 mod common;
 #[path = "session/forks.rs"]
 mod forks;
+#[path = "session/grammars.rs"]
+mod grammars;
 #[path = "session/prefixes.rs"]
 mod prefixes;
 #[path = "session/saved.rs"]

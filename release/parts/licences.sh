@@ -3,7 +3,7 @@
 
 part_licences() {
     local about unnamed
-    about=$(cargo_tool cargo-about "$ABOUT" --no-default-features --features cli)
+    about=$(cargo_tool cargo-about "$ABOUT" --no-default-features --features cli,grammar)
     cargo fetch --locked --quiet
     "$about" generate --frozen -c release/about.toml release/about.hbs -o release/THIRD-PARTY.txt
     unnamed=$(unnamed_crates .)

@@ -72,10 +72,12 @@ pub unsafe extern "C-unwind" fn NVFP4_detokenizer_create(
         let model = handle::get::<Served>("model", model)?;
         // SAFETY: the pointers are as the header asks.
         let (out, tokens, options) = unsafe {
+            let options = self::options(options)?;
+            options.check_no_grammar("a detokenizer")?;
             (
                 Out::new("out", out)?,
                 tokens_in(slice("tokens", tokens, count)?)?,
-                self::options(options)?.read()?,
+                options.read()?,
             )
         };
         model.tokenizer()?;

@@ -8,6 +8,7 @@ use super::call::NVFP4_CallOptions;
 use super::chat::NVFP4_ChatOptions;
 use super::convert::{NVFP4_CalibrateOptions, NVFP4_ConvertOptions};
 use super::data::NVFP4_DataOptions;
+use super::grammar::NVFP4_GrammarOptions;
 use super::linear::NVFP4_WeightOptions;
 use super::model::{
     NVFP4_LoadOptions, NVFP4_Message, NVFP4_ModelStatistics, NVFP4_Plan, NVFP4_PlanOptions,
@@ -52,9 +53,11 @@ layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32, system_length: 40);
-layout!(NVFP4_GenerateOptions, 104, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
+layout!(NVFP4_GenerateOptions, 120, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
     ignore_model_stops: 24, replay: 28, log_probabilities: 32, drafts: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
-    stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96);
+    stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96,
+    grammar: 104, tool_calls: 112, reserved: 116);
+layout!(NVFP4_GrammarOptions, 8, struct_size: 0, kind: 4);
 layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36);
 layout!(NVFP4_GenerationResult, 64, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
     first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56);
@@ -178,6 +181,7 @@ mod tests {
         grows::<NVFP4_CalibrateOptions>();
         grows::<NVFP4_DataOptions>();
         grows::<NVFP4_GenerateOptions>();
+        grows::<NVFP4_GrammarOptions>();
         grows::<NVFP4_GenerationResult>();
         grows::<NVFP4_LoadOptions>();
         grows::<NVFP4_ModelStatistics>();

@@ -41,6 +41,8 @@ pub mod model;
 
 pub mod convert;
 
+pub mod grammar;
+
 pub mod session;
 
 pub mod chat;

@@ -342,6 +342,9 @@ unsafe fn submit(
             "the session is of another model than the queue"
         );
     }
+    if let Some(grammar) = &options.grammar {
+        queue.model.check_grammar(grammar)?;
+    }
     let work = move |on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>| {
         attempted(function, || {
             let mut state = reserved.value("session")?;

@@ -12,10 +12,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::arguments::{
-    self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, results,
-    slice, text,
+    self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
+    results, slice, text,
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
+use super::grammar::NVFP4_Grammar;
 use super::guard::{answer, calling, enter, enter_to_free, note};
 use super::handle::{self, Exclusive, Object, Reservation, Snapshots};
 use super::model::{NVFP4_KV_FLOAT16, NVFP4_Model, kv_type, token_out, tokens_in, tokens_out};
@@ -28,9 +29,9 @@ use crate::base::{Error, ErrorKind, call};
 use crate::engine::Served;
 use crate::session::{
     self, Eviction, Finish, Forks, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
-    SamplingOptions, SessionOptions, Submitted,
+    SamplingOptions, SessionOptions, Submitted, ToolCalls,
 };
-use crate::text::{Message, ToolCall, messages_to_json};
+use crate::text::{Grammar, Message, ToolCall, messages_to_json};
 use serde_json::Value;
 
 /// Longest time from the last step of a generation to the end of its call.
@@ -193,6 +194,13 @@ impl NVFP4_SessionOptions {
 /// session is created, and again when it is truncated.
 pub const NVFP4_SEED_NEW: u64 = 0xffff_ffff_ffff_ffff;
 
+/// The model writes tool calls as it likes.
+pub const NVFP4_TOOL_CALLS_FREE: i32 = 0;
+/// Each tool call that the model begins is held to the schema of its tool. Refused for models whose calls are not JSON between marks.
+pub const NVFP4_TOOL_CALLS_HELD: i32 = 1;
+/// As held, and the content of the answer begins with a call.
+pub const NVFP4_TOOL_CALLS_REQUIRED: i32 = 2;
+
 /// How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by
 /// NVFP4_model_generate_options(), then change what is to differ. Arrays and texts are read during the call only.
 #[repr(C)]
@@ -242,11 +250,19 @@ pub struct NVFP4_GenerateOptions {
     pub stop_string_count: usize,
     /// Cancels the call and reports the tokens run; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
+    /// Holds the text to a grammar, in a chat the content of the answer: see the grammar chapter. It may be released while generations
+    /// follow it. Default: NULL, none.
+    pub grammar: *const NVFP4_Grammar,
+    /// One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
+    pub tool_calls: i32,
+    /// Must be 0.
+    pub reserved: i32,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerateOptions {
     const NAME: &'static str = "NVFP4_GenerateOptions";
+    const EARLIER: &'static [usize] = &[104];
     fn defaults() -> Self {
         let defaults = GenerateOptions::default();
         NVFP4_GenerateOptions {
@@ -268,6 +284,9 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             stop_string_lengths: std::ptr::null(),
             stop_string_count: 0,
             call: std::ptr::null(),
+            grammar: std::ptr::null(),
+            tool_calls: NVFP4_TOOL_CALLS_FREE,
+            reserved: 0,
         }
     }
 }
@@ -276,6 +295,7 @@ impl NVFP4_GenerateOptions {
     /// # Safety
     /// The arrays and texts must be readable.
     pub(super) unsafe fn read(&self) -> Result<GenerateOptions> {
+        reserved(self, self.reserved)?;
         // SAFETY: promised by the caller.
         let (stop_tokens, strings, lengths) = unsafe {
             (
@@ -311,7 +331,31 @@ impl NVFP4_GenerateOptions {
                     "drafts is {other}; expected -1 for none, 0 for as many as are fastest, or 1 to {MOST_DRAFTS}"
                 ),
             },
+            grammar: match self.grammar.is_null() {
+                true => None,
+                false => Some(handle::get::<Grammar>("grammar", self.grammar)?),
+            },
+            tool_calls: choice(
+                "tool_calls",
+                self.tool_calls,
+                &[
+                    (NVFP4_TOOL_CALLS_FREE, "free", ToolCalls::Free),
+                    (NVFP4_TOOL_CALLS_HELD, "held", ToolCalls::Held),
+                    (NVFP4_TOOL_CALLS_REQUIRED, "required", ToolCalls::Required),
+                ],
+            )?,
         })
+    }
+
+    /// Refuses a grammar where `what` chooses tokens that the caller appends.
+    pub(super) fn check_no_grammar(&self, what: &str) -> Result<()> {
+        if !self.grammar.is_null() || self.tool_calls != NVFP4_TOOL_CALLS_FREE {
+            bail!(
+                InvalidArgument,
+                "{what} follows no grammar, and takes options without grammar and tool_calls; generations and chats follow them"
+            );
+        }
+        Ok(())
     }
 
     fn sampling(&self) -> Result<SamplingOptions> {
@@ -709,6 +753,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_sample(
     enter("NVFP4_session_sample", || {
         // SAFETY: the pointers are as the header asks.
         let (out, options) = unsafe { (Out::new("token", token)?, self::options(options)?) };
+        options.check_no_grammar("NVFP4_session_sample()")?;
         let sampler = Sampler::new(&options.sampling()?)?;
         let sample = |state: &mut State| {
             let mut sampler = sampler.after(state.session.appended());
@@ -963,7 +1008,8 @@ pub unsafe extern "C-unwind" fn NVFP4_session_reset(session: *mut NVFP4_Session)
 /// Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
 ///
 /// A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes on: the
-/// second session has the tokens so far, as if the generation had been cancelled then. This waits for the end of a step that runs. #NVFP4_BUSY
+/// second session has the tokens so far, as if the generation had been cancelled then, and not what options of it, such as a grammar, know of
+/// them. This waits for the end of a step that runs. #NVFP4_BUSY
 /// if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_session_fork(
@@ -1119,6 +1165,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
                 // SAFETY: as above.
                 let read = || unsafe {
                     let options = self::options(options)?;
+                    options.check_no_grammar("a step")?;
                     let sampling = options.sampling()?;
                     sampling.check()?;
                     Ok((sampling, Cancellation::read(options.call)?))

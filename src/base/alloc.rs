@@ -627,6 +627,11 @@ impl Budget {
     /// Bytes for the name, shape and place of a tensor in a file.
     const TENSOR: usize = 2048;
 
+    /// A grammar that is compiled, on a thread that may not take more.
+    pub const GRAMMAR: Budget = Budget(64 << 20);
+    /// One step of a text that follows a grammar.
+    pub const GRAMMAR_STEP: Budget = Budget(COVERED);
+
     const fn of(size: usize, factor: usize) -> Budget {
         Budget(size.saturating_mul(factor))
     }

@@ -294,6 +294,24 @@ pub fn bounded<T: Send + 'static>(
     }
 }
 
+/// Processor time that this thread has taken; of the process, where threads have no clock. Zero if the system refuses both.
+pub fn processor_time() -> Duration {
+    #[cfg(target_os = "linux")]
+    const CLOCK: libc::clockid_t = libc::CLOCK_THREAD_CPUTIME_ID;
+    #[cfg(not(target_os = "linux"))]
+    const CLOCK: libc::clockid_t = libc::CLOCK_PROCESS_CPUTIME_ID;
+    let mut time = MaybeUninit::<libc::timespec>::uninit();
+    // SAFETY: the call has room for what it writes, and has succeeded where that is read.
+    let time = unsafe {
+        if libc::clock_gettime(CLOCK, time.as_mut_ptr()) != 0 {
+            return Duration::ZERO;
+        }
+        time.assume_init()
+    };
+    let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
+    Duration::from_secs(seconds) + Duration::from_nanos(time.tv_nsec.unsigned_abs())
+}
+
 impl Crew {
     fn new(threads: usize, parents: Option<&'static Crew>) -> Result<Crew> {
         let shared = Arc::new(PoolState {

@@ -7,6 +7,7 @@ mod chart;
 mod chat;
 mod compare;
 mod diagnose;
+mod grammar;
 mod guard;
 mod hub;
 mod inspect;

@@ -65,7 +65,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             ..SessionOptions::default()
         },
     )?;
-    let options = args.sampling.options(&model);
+    let options = args.sampling.options(&model)?;
     if std::io::stderr().is_terminal() {
         let sampling = sampling::described(&options.sampling, &model);
         eprintln!("sampling: {sampling}");

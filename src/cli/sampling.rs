@@ -1,10 +1,13 @@
-//! Arguments of `run` and `chat` for sampling and for the end of an answer.
+//! Arguments of `run` and `chat` for sampling, for the form of an answer and for its end.
 
 use std::fmt::Write as _;
 
+use NVFP4::base::Result;
 use NVFP4::engine::Served;
 use NVFP4::model::SamplingOptions;
 use NVFP4::session::GenerateOptions;
+
+use super::grammar::GrammarArgs;
 
 #[derive(clap::Args)]
 pub(super) struct SamplingArgs {
@@ -42,13 +45,15 @@ pub(super) struct SamplingArgs {
     /// Compute every token from the whole sequence, without the KV cache, for comparison
     #[arg(long)]
     replay: bool,
+    #[command(flatten)]
+    grammar: GrammarArgs,
 }
 
 impl SamplingArgs {
     /// The given options, completed by the model's recommended settings.
-    pub(super) fn options(&self, model: &Served) -> GenerateOptions {
+    pub(super) fn options(&self, model: &Served) -> Result<GenerateOptions> {
         let own = model.sampling();
-        GenerateOptions {
+        let mut options = GenerateOptions {
             max_tokens: self.max_tokens.unwrap_or(usize::MAX),
             sampling: SamplingOptions {
                 temperature: self.temp.unwrap_or(own.temperature),
@@ -63,7 +68,9 @@ impl SamplingArgs {
             replay: self.replay,
             drafts: self.drafts,
             ..GenerateOptions::default()
-        }
+        };
+        self.grammar.add_to(&mut options, model)?;
+        Ok(options)
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod blocks;
 pub mod capacity;
+mod grammars;
 mod pass;
 mod pool;
 mod pools;

@@ -7,8 +7,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde::Serialize;
+use serde_json::Value;
 
 use super::blocks::{BlockCounts, Blocks};
+use super::grammars::Grammars;
 use super::runner::{Generating, PassCounts, Runner, Work};
 use super::saved::{self, PrefixCounts, RestoredPrefixes};
 use super::sequence::Sequence;
@@ -21,7 +23,9 @@ use crate::model::training::Source;
 use crate::model::{
     Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Trained, open, text,
 };
-use crate::text::{AnswerForm, ChatTemplate, TextFiles, Tokenizer};
+use crate::text::{
+    AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, TextFiles, Tokenizer,
+};
 
 /// A served model, for reports.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -74,6 +78,7 @@ pub struct Served {
     answer_form: AnswerForm,
     sampling: SamplingOptions,
     stop_tokens: Vec<u32>,
+    grammars: Grammars,
     /// For weights that are trained: the lease that keeps their trainer out, and the epoch in which they were given.
     lease: Option<(Arc<Lease>, u64)>,
 }
@@ -158,6 +163,7 @@ impl Served {
             own_template,
             sampling,
             stop_tokens,
+            grammars: Grammars::default(),
             lease,
         }))
     }
@@ -317,6 +323,37 @@ impl Served {
         let mut known = tokens.to_vec();
         known.retain(|&t| tokenizer.bytes_of(t).is_ok());
         tokenizer.decode(&known, skip_special)
+    }
+
+    /// Compiles a grammar for the model's tokens, of which those without a row in the embedding never come. The first call for a model also
+    /// prepares its vocabulary, which takes up to some seconds. See [`Grammar::new`] for what is refused.
+    pub fn grammar(&self, source: GrammarSource<'_>) -> Result<Grammar> {
+        Grammar::new(self.grammar_vocabulary()?, source)
+    }
+
+    fn grammar_vocabulary(&self) -> Result<&Arc<GrammarVocabulary>> {
+        let rows = self.spec().vocab_size;
+        self.grammars
+            .vocabulary(self.tokenizer()?, rows, &self.stop_tokens)
+    }
+
+    /// Refuses a grammar that was compiled for another model.
+    pub fn check_grammar(&self, grammar: &Grammar) -> Result<()> {
+        if !Arc::ptr_eq(grammar.vocabulary().tokenizer(), self.tokenizer()?) {
+            bail!(
+                InvalidArgument,
+                "the grammar was compiled for another model; compile it for the one that follows it"
+            );
+        }
+        Ok(())
+    }
+
+    /// The grammar of one call of one of `tools`, which is kept for when it is asked for again.
+    pub fn grammar_of_calls(&self, tools: &[Value]) -> Result<Arc<Grammar>> {
+        let vocabulary = self.grammar_vocabulary()?;
+        let mark = |name: &str| vocabulary.mark(name);
+        let lark = self.answer_form.grammar_of_calls(tools, mark)?;
+        self.grammars.of_calls(vocabulary, lark)
     }
 
     /// The chat template; ChatML if the model came without one. A broken template gives its error when it is rendered.

@@ -21,6 +21,18 @@ pub enum Wanted<'a> {
     Verified(Verification<'a>),
 }
 
+impl Wanted<'_> {
+    /// Whether a token is to be chosen by a mask.
+    pub(super) fn has_mask(&self) -> bool {
+        let choice = match self {
+            Wanted::Token(choice) => choice,
+            Wanted::Verified(how) => &how.choice,
+            Wanted::Nothing | Wanted::Last | Wanted::All => return false,
+        };
+        choice.allowed.is_some()
+    }
+}
+
 /// How a segment of one token and drafted ones is verified: each row chooses the token after it, until the next drafted token is another
 /// one. The choices are those of runs of one token each, with the same logits, draw numbers and histories.
 #[derive(Clone, Copy, Debug)]
@@ -39,11 +51,13 @@ impl<'a> Verification<'a> {
             options,
             draw,
             history,
+            allowed,
         } = self.choice;
         Choice {
             options,
             draw: draw + row as u64,
             history: &history[..history.len() - (rows - 1 - row)],
+            allowed,
         }
     }
 }

@@ -290,6 +290,7 @@ impl Model {
                 options: choice.options,
                 draw: choice.draw + i as u64,
                 history: &history,
+                allowed: None,
             };
             let Ok(next) = sample::sample(&logits, &choice, &mut sampling) else {
                 break;

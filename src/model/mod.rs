@@ -51,7 +51,7 @@ use kv::KvMemory;
 pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
-pub use crate::ops::sample::{Choice, SamplingOptions};
+pub use crate::ops::sample::{Choice, SamplingOptions, TokenMask};
 pub use batch::{Batch, HiddenBefore, Output, Segment, Verification, Wanted};
 pub use drafter::{DrafterRows, Drafting};
 pub use families::{open, open_bytes};

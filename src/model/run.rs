@@ -211,6 +211,12 @@ impl Model {
             if segment.drafts_after.is_some() {
                 self.check_drafter()?;
             }
+            if executor.is_some() && segment.wanted.has_mask() {
+                bail!(
+                    Unsupported,
+                    "a GPU chooses no token by a mask; ask for logits, and choose from them"
+                );
+            }
         }
         scratch.hidden.clear();
         for segment in &batch.segments {
@@ -562,6 +568,7 @@ mod tests {
             options: &greedy,
             draw: 0,
             history: &[],
+            allowed: None,
         };
         std::thread::scope(|scope| {
             let other = model.turns.take(|| false).unwrap();

@@ -109,6 +109,42 @@ impl SamplingOptions {
     }
 }
 
+/// The tokens that may be chosen, a bit each: bit `i % 32` of word `i / 32` is that of token `i`. Tokens past the last word are excluded.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenMask<'a>(pub &'a [u32]);
+
+impl TokenMask<'_> {
+    /// Whether `token` may be chosen.
+    pub fn allows(self, token: u32) -> bool {
+        let word = self.0.get(token as usize / 32);
+        word.is_some_and(|word| word >> (token % 32) & 1 == 1)
+    }
+
+    /// The only token that may be chosen, if there is one alone.
+    pub fn only(self) -> Option<u32> {
+        let mut words = (0u32..).zip(self.0).filter(|(_, word)| **word != 0);
+        let (i, &word) = words.next()?;
+        (word.is_power_of_two() && words.next().is_none()).then(|| 32 * i + word.trailing_zeros())
+    }
+
+    /// Sets the logits of excluded tokens to minus infinity.
+    fn apply(self, logits: &mut [f32]) {
+        for (i, chunk) in logits.chunks_mut(32).enumerate() {
+            match self.0.get(i).copied().unwrap_or_default() {
+                0 => chunk.fill(f32::NEG_INFINITY),
+                u32::MAX => {}
+                word => {
+                    for (bit, logit) in chunk.iter_mut().enumerate() {
+                        if word >> bit & 1 == 0 {
+                            *logit = f32::NEG_INFINITY;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// The inputs of the choice of one token, beside its logits.
 #[derive(Clone, Copy, Debug)]
 pub struct Choice<'a> {
@@ -118,6 +154,9 @@ pub struct Choice<'a> {
     pub draw: u64,
     /// The tokens before it, for the repetition penalty.
     pub history: &'a [u32],
+    /// The tokens that it may be; all if there is no mask. Excluded tokens have no probability, whatever the settings. Only choices from
+    /// logits in host memory take one.
+    pub allowed: Option<TokenMask<'a>>,
 }
 
 impl Choice<'_> {
@@ -158,9 +197,18 @@ pub fn all_ruled_out(vocabulary: usize) -> Error {
     )
 }
 
+/// Why no token can be chosen: no allowed token has a finite logit.
+fn none_allowed(allowed: usize) -> Error {
+    err!(
+        InvalidArgument,
+        "none of the {allowed} tokens that may come next has a finite logit; no token can be chosen"
+    )
+}
+
 /// Memory reused between choices; it grows to the largest vocabulary seen.
 #[derive(Clone, Debug, Default)]
 pub struct SampleScratch {
+    masked: Vec<f32>,
     penalized: Vec<f32>,
     seen: Vec<bool>,
     ranking: Ranking,
@@ -169,14 +217,26 @@ pub struct SampleScratch {
 /// The token chosen from `logits`, which has one logit per token. A logit of minus infinity excludes its token.
 pub fn sample(logits: &[f32], choice: &Choice<'_>, scratch: &mut SampleScratch) -> Result<u32> {
     let rule = choice.rule();
+    let mut logits = logits;
+    if let Some(allowed) = choice.allowed {
+        let masked = &mut scratch.masked;
+        masked.clear();
+        masked.extend_from_slice(logits);
+        allowed.apply(masked);
+        logits = masked;
+    }
     let mut largest = match sample::largest(logits) {
         ControlFlow::Continue(largest) => largest,
         ControlFlow::Break(token) => return Err(unusable(token)),
     };
     if largest == f32::NEG_INFINITY {
-        return Err(all_ruled_out(logits.len()));
+        return Err(match choice.allowed {
+            Some(TokenMask(words)) => {
+                none_allowed(words.iter().map(|w| w.count_ones() as usize).sum())
+            }
+            None => all_ruled_out(logits.len()),
+        });
     }
-    let mut logits = logits;
     if rule.penalty != 1.0 {
         let (penalized, seen) = (&mut scratch.penalized, &mut scratch.seen);
         penalized.clear();
@@ -437,6 +497,7 @@ mod tests {
                 options: &options,
                 draw,
                 history: &[],
+                allowed: None,
             };
             counts[sample(logits, &choice, &mut scratch).unwrap() as usize] += 1;
         }
@@ -520,8 +581,116 @@ mod tests {
             options,
             draw: 0,
             history,
+            allowed: None,
         };
         sample(logits, &choice, &mut SampleScratch::default())
+    }
+
+    /// Bits of a mask that allows these tokens.
+    fn mask(tokens: impl IntoIterator<Item = usize>, words: usize) -> Vec<u32> {
+        let mut mask = vec![0u32; words];
+        for token in tokens {
+            mask[token / 32] |= 1 << (token % 32);
+        }
+        mask
+    }
+
+    fn chosen_within(
+        options: &SamplingOptions,
+        logits: &[f32],
+        history: &[u32],
+        mask: &[u32],
+        draw: u64,
+    ) -> Result<u32> {
+        let choice = Choice {
+            options,
+            draw,
+            history,
+            allowed: Some(TokenMask(mask)),
+        };
+        sample(logits, &choice, &mut SampleScratch::default())
+    }
+
+    #[test]
+    fn masks_exclude_tokens_whatever_the_settings() {
+        let tokens = 90;
+        let logit = |i: usize| (random::bits(5, i as u64) % 4096) as f32 / 512.0;
+        let logits: Vec<f32> = (0..tokens).map(logit).collect();
+        let settings = [
+            SamplingOptions::default(),
+            warm(),
+            SamplingOptions {
+                top_k: 3,
+                repetition_penalty: 1.4,
+                ..warm()
+            },
+            SamplingOptions {
+                top_p: 0.7,
+                ..warm()
+            },
+            SamplingOptions {
+                min_p: 0.2,
+                temperature: 3.0,
+                ..warm()
+            },
+        ];
+        let all = mask(0..tokens, 3);
+        for options in &settings {
+            for draw in 0..200 {
+                let seed = random::bits(draw, 1);
+                let part = mask((0..tokens).filter(|i| seed >> (i % 61) & 1 == 1), 3);
+                let within = |mask: &[u32]| chosen_within(options, &logits, &[7, 8], mask, draw);
+                let token = within(&part).unwrap();
+                assert!(TokenMask(&part).allows(token), "{options:?}");
+                // It is the choice from the logits of allowed tokens alone.
+                let allowed = |i: usize| TokenMask(&part).allows(i as u32);
+                let only: Vec<f32> = (0..tokens)
+                    .map(|i| {
+                        if allowed(i) {
+                            logits[i]
+                        } else {
+                            f32::NEG_INFINITY
+                        }
+                    })
+                    .collect();
+                assert_eq!(within(&all).unwrap(), {
+                    let choice = Choice {
+                        options,
+                        draw,
+                        history: &[7, 8],
+                        allowed: None,
+                    };
+                    sample(&logits, &choice, &mut SampleScratch::default()).unwrap()
+                });
+                let choice = Choice {
+                    options,
+                    draw,
+                    history: &[7, 8],
+                    allowed: None,
+                };
+                let unmasked = sample(&only, &choice, &mut SampleScratch::default());
+                assert_eq!(token, unmasked.unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn masks_are_short_or_empty() {
+        let greedy = SamplingOptions::default();
+        let logits = [1.0, f32::NAN, 3.0];
+        let within = |mask: &[u32]| chosen_within(&greedy, &logits, &[], mask, 0);
+        // What is excluded may be anything.
+        assert_eq!(within(&[0b101]).unwrap(), 2);
+        assert!(within(&[0b010]).unwrap_err().message().contains("token 1"));
+        for none in [&[][..], &[0b1000]] {
+            let e = within(none).unwrap_err();
+            assert!(e.message().contains("that may come next"), "{e}");
+        }
+        let long = vec![0.0; 70];
+        assert_eq!(chosen_within(&greedy, &long, &[], &[0, 2], 0).unwrap(), 33);
+        assert_eq!(TokenMask(&[0, 2, 0]).only(), Some(33));
+        assert_eq!(TokenMask(&[1, 2]).only(), None);
+        assert_eq!(TokenMask(&[0]).only(), None);
     }
 
     #[test]
@@ -580,6 +749,7 @@ mod tests {
                     options: &options,
                     draw,
                     history: &[],
+                    allowed: None,
                 };
                 sample(&l, &choice, &mut SampleScratch::default()).unwrap()
             });
@@ -665,6 +835,7 @@ mod tests {
                 options: &options,
                 draw: case % 7,
                 history: &[],
+                allowed: None,
             };
             let got = sample(&logits, &choice, &mut scratch).unwrap();
             assert_eq!(

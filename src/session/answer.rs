@@ -2,7 +2,7 @@
 
 use crate::base::Result;
 use crate::engine::Served;
-use crate::text::{AnswerParser, Content, Event, Message, ToolCall};
+use crate::text::{AnswerParser, AnswerStage, Content, Event, Message, ToolCall};
 
 /// The kind of a piece of an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,6 +71,11 @@ impl Answer {
     pub(super) fn finish(&mut self, whole: bool) -> Vec<(Part, String)> {
         let events = self.parser.finish(whole);
         self.take(events)
+    }
+
+    /// What the next text is.
+    pub(super) fn stage(&self) -> AnswerStage<'_> {
+        self.parser.stage()
     }
 
     /// The kind of the text now being generated.

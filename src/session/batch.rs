@@ -138,6 +138,7 @@ fn run(
                     options: &options[i],
                     draw: appended,
                     history,
+                    allowed: None,
                 }),
             },
         }

@@ -5,9 +5,12 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use super::answer::Answer;
+use super::constraint::Constraint;
 use super::conversation::{Answering, ChatOptions, Conversation, Plan};
 use super::text::GenerationText;
-use super::{Eviction, GenerateOptions, Generation, Piece, Session, Transcript, sampler};
+use super::{
+    Eviction, GenerateOptions, Generation, Piece, Session, ToolCalls, Transcript, sampler,
+};
 use crate::base::error::bail;
 use crate::base::{Result, alloc, call, memory};
 use crate::engine::Served;
@@ -117,6 +120,7 @@ impl Session {
         self.or_cancelled(options, |session| {
             let _held = session.model.hold()?;
             session.follow_drafts(options)?;
+            session.check_held(options, true)?;
             for name in session.model.chat_template().unread(&chat.variables) {
                 tracing::warn!(
                     "the model's chat template never reads '{name}', so that it changes nothing"
@@ -138,6 +142,11 @@ impl Session {
         let model = self.model.clone();
         let form = model.answer_form();
         let text = Transcript::new(&model, &[], options)?.showing(form.shown_tokens());
+        let calls = match options.tool_calls {
+            ToolCalls::Free => None,
+            _ => Some(model.grammar_of_calls(&chat.tools)?),
+        };
+        let held = Constraint::new(&model, options, true, calls)?;
         let Plan {
             messages,
             tokens,
@@ -173,7 +182,7 @@ impl Session {
             }),
             options: chat,
         };
-        let generation = self.generate_text(text, Some(answer), options, on_piece)?;
+        let generation = self.generate_text(text, Some(answer), held, options, on_piece)?;
         let mut generation = generation.begun()?;
         generation.prompt_tokens = tokens.added.len();
         generation.timings.prefill_seconds = prefill_seconds;

@@ -7,13 +7,14 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::answer::Answer;
+use super::constraint::{Constraint, Next};
 use super::drafts::{DraftCounts, Drafts};
-use super::options::{Finish, GenerateOptions};
+use super::options::{Finish, GenerateOptions, ToolCalls};
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, call, memory};
-use crate::model::Logits;
-use crate::text::ToolCall;
+use crate::model::{Logits, TokenMask};
+use crate::text::{AnswerStage, ToolCall};
 
 /// Durations of a generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -91,6 +92,9 @@ pub struct Piece<'a> {
     pub log_probability: Option<f32>,
 }
 
+/// Tokens that take longer to run than a step may.
+const LONG_STEP: usize = 32;
+
 impl Session {
     /// Generates from the current end of the session. If it fails, the session is as it was before. If the thread's [`call`] is cancelled,
     /// it does not fail: it ends as [`Finish::Cancelled`] with the tokens so far, possibly none.
@@ -114,6 +118,7 @@ impl Session {
             session.model.check_tokens(prompt)?;
             let _held = session.model.hold()?;
             session.follow_drafts(options)?;
+            session.check_held(options, false)?;
             session.undone_on_error(|session| {
                 let model = session.model.clone();
                 let _generating = model.generates(&session.cache);
@@ -125,7 +130,8 @@ impl Session {
                     }
                 }
                 let text = Transcript::new(&session.model, &session.tokens, options)?;
-                let generation = session.generate_text(text, None, options, on_piece)?;
+                let held = Constraint::new(&model, options, false, None)?;
+                let generation = session.generate_text(text, None, held, options, on_piece)?;
                 match prompt.is_empty() {
                     true => Ok(generation),
                     false => generation.begun(),
@@ -150,12 +156,36 @@ impl Session {
         }
     }
 
+    /// Refuses a grammar of another model, and options that exclude each other.
+    pub(super) fn check_held(&self, options: &GenerateOptions, is_chat: bool) -> Result<()> {
+        if let Some(grammar) = &options.grammar {
+            self.model.check_grammar(grammar)?;
+        }
+        if options.tool_calls == ToolCalls::Free {
+            return Ok(());
+        }
+        if !is_chat {
+            bail!(
+                InvalidArgument,
+                "tool calls can be held in a chat, which offers tools, and not in other generations"
+            );
+        }
+        if options.grammar.is_some() {
+            bail!(
+                InvalidArgument,
+                "a generation holds either its tool calls or all of its text, to a grammar; choose one"
+            );
+        }
+        Ok(())
+    }
+
     /// The generation loop, of a session that [generates](crate::engine::Served::generates). Its tokens continue `text`, and also `answer` in a
-    /// chat.
+    /// chat. They are `held` to a grammar, if there is one.
     pub(super) fn generate_text(
         &mut self,
         mut text: Transcript,
         mut answer: Option<Answer>,
+        mut held: Option<Constraint>,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
@@ -177,17 +207,32 @@ impl Session {
         let mut drafts = self.drafts_of(options);
         let mut broke = false;
         let mut first = None;
-        // Tokens that end the reasoning early; they are appended instead of sampled ones.
+        // Tokens that are appended instead of sampled ones: those that end the reasoning early, and those that a grammar forces.
         let mut given = VecDeque::new();
         let _forking = self.forks.begin();
+        let model = self.model.clone();
         while out.tokens.len() < room {
-            if self.tokens.len() > self.cache.len() + 1 {
+            if self.tokens.len() > self.cache.len() + LONG_STEP {
                 self.forks.set_busy_with(Some("runs a prompt"));
             }
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
                 given.extend(end);
+                held.as_mut().map(Constraint::close_reasoning);
+            }
+            let mut is_masked = false;
+            if let (true, Some(held)) = (given.is_empty(), &mut held) {
+                match held.next(&model, stage(&answer))? {
+                    Next::Free => {}
+                    Next::Masked => is_masked = true,
+                    Next::Given(tokens) => given.extend(tokens),
+                    Next::Over => {
+                        out.finish = Finish::Stop;
+                        break;
+                    }
+                }
             }
             let left = room - out.tokens.len();
+            let is_given = !given.is_empty();
             let chosen = match given.pop_front() {
                 Some(token) => {
                     self.discard_drafts(&mut drafts)?;
@@ -195,7 +240,15 @@ impl Session {
                     Ok((token, None))
                 }
                 None => self.making_way(|session| {
-                    session.chosen(&mut sampler, options, left, &mut drafts, &mut replayed)
+                    let mask = held.as_ref().filter(|_| is_masked).map(Constraint::mask);
+                    session.chosen(
+                        &mut sampler,
+                        options,
+                        left,
+                        mask,
+                        &mut drafts,
+                        &mut replayed,
+                    )
                 }),
             };
             self.forks.set_busy_with(None);
@@ -215,6 +268,12 @@ impl Session {
                 first = Some(Instant::now());
             }
             if text.is_stop(token) {
+                let held = held.as_mut().filter(|_| !is_given);
+                if let Some(end) = held.and_then(|held| held.instead_of_stop(stage(&answer))) {
+                    given.extend(end);
+                    sampler = sampler.after(self.appended());
+                    continue;
+                }
                 out.finish = Finish::Stop;
                 break;
             }
@@ -230,13 +289,22 @@ impl Session {
                 room => room?,
             }
             memory::make_room(&mut out.tokens, 1)?;
+            if let Some(held) = &mut held {
+                held.push(token)?;
+            }
             self.push(&[token]);
             out.tokens.push(token);
             let (shown, finish) = text.push(token);
             let told = match &mut answer {
                 None => vec![(Part::Content, shown.to_owned())],
                 Some(answer) => {
+                    let was_reasoning = answer.part() == Part::Reasoning;
                     let mut told = answer.push(shown);
+                    if let (true, Some(held)) = (was_reasoning, &mut held) {
+                        for (_, text) in told.iter().filter(|(part, _)| *part == Part::Content) {
+                            held.push_content(&model, text)?;
+                        }
+                    }
                     if told.is_empty() {
                         told.push((answer.part(), String::new()));
                     }
@@ -274,16 +342,17 @@ impl Session {
         Ok(out)
     }
 
-    /// The next token of at most `left`, with its log-probability if requested.
+    /// The next token of at most `left`, one that `mask` allows, with its log-probability if requested.
     fn chosen(
         &mut self,
         sampler: &mut Sampler,
         options: &GenerateOptions,
         left: usize,
+        mask: Option<TokenMask<'_>>,
         drafts: &mut Drafts,
         replayed: &mut Vec<f32>,
     ) -> Result<(u32, Option<f32>)> {
-        if !options.replay && !options.log_probabilities {
+        if !options.replay && !options.log_probabilities && mask.is_none() {
             if let Some(token) = self.next_by_drafts(sampler, drafts, left)? {
                 return Ok((token, None));
             }
@@ -304,7 +373,7 @@ impl Session {
                 self.flushed()?
             }
         };
-        let token = sampler.sample(logits, &self.tokens)?;
+        let token = sampler.sample_within(logits, &self.tokens, mask)?;
         let wanted = options.log_probabilities;
         Ok((token, wanted.then(|| log_probability(logits, token))))
     }
@@ -375,6 +444,11 @@ impl Session {
             logits,
         )
     }
+}
+
+/// What the next token belongs to.
+fn stage(answer: &Option<Answer>) -> AnswerStage<'_> {
+    answer.as_ref().map_or(AnswerStage::Content, Answer::stage)
 }
 
 /// The natural logarithm of the softmax probability of `token`.

@@ -7,6 +7,7 @@
 mod answer;
 mod batch;
 mod chat;
+mod constraint;
 mod conversation;
 mod drafts;
 mod forks;
@@ -36,7 +37,7 @@ pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
 pub use forks::{Forked, Forks};
 pub use generate::{Generation, Piece, Timings};
-pub use options::{Finish, GenerateOptions, MOST_DRAFTS};
+pub use options::{Finish, GenerateOptions, MOST_DRAFTS, ToolCalls};
 pub use queue::{
     Happened, Queue, QueueCounts, QueueEvent, QueueOptions, Submission, Submitted, Work,
 };

@@ -1,10 +1,25 @@
 //! Options of a generation, and the reasons why one ends. Sessions, servers and the C API use them.
 
+use std::sync::Arc;
+
 use serde::Serialize;
 
 use crate::base::call;
 use crate::engine::Served;
 use crate::model::SamplingOptions;
+use crate::text::Grammar;
+
+/// Which tool calls of an answer are held to the schemas of the tools that the chat offers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ToolCalls {
+    /// None: the model writes what it likes.
+    #[default]
+    Free,
+    /// Each call that the model begins.
+    Held,
+    /// As [`Held`](Self::Held), and the content of the answer begins with a call.
+    Required,
+}
 
 /// Options of a generation.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +48,14 @@ pub struct GenerateOptions {
     /// its draw, which counts positions, and the logits of verified tokens have the bits of steps of one token. This is stronger than the
     /// same distribution.
     pub drafts: Option<usize>,
+    /// Holds the text to a grammar, in a chat the content of the answer. Tokens that the grammar forces are appended without a choice and run
+    /// together with what follows. The model's stop tokens, and those of the options, are chosen only where the text may end, and the
+    /// generation ends as [`Finish::Stop`] where nothing can follow. One that ends otherwise may leave a text that does not fit.
+    ///
+    /// A generation with a grammar drafts nothing. On a GPU its logits are copied to the host for each choice.
+    pub grammar: Option<Arc<Grammar>>,
+    /// Tool calls that are held to their tools' schemas, in a chat. Not together with `grammar`.
+    pub tool_calls: ToolCalls,
 }
 
 /// Largest number of tokens drafted in a step.
@@ -49,11 +72,18 @@ impl Default for GenerateOptions {
             replay: false,
             log_probabilities: false,
             drafts: None,
+            grammar: None,
+            tool_calls: ToolCalls::Free,
         }
     }
 }
 
 impl GenerateOptions {
+    /// Whether a grammar decides on tokens.
+    pub(super) fn is_held(&self) -> bool {
+        self.grammar.is_some() || self.tool_calls != ToolCalls::Free
+    }
+
     /// The defaults, with the sampling settings recommended by the model's maker.
     pub fn of(model: &Served) -> Self {
         GenerateOptions {

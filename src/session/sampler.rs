@@ -3,7 +3,7 @@
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use crate::base::Result;
-use crate::model::{Choice, SamplingOptions};
+use crate::model::{Choice, SamplingOptions, TokenMask};
 use crate::ops::sample;
 
 /// A fresh random seed.
@@ -40,10 +40,21 @@ impl Sampler {
 
     /// The next token, given its logits and the tokens before it. A logit of minus infinity excludes its token.
     pub fn sample(&mut self, logits: &[f32], history: &[u32]) -> Result<u32> {
+        self.sample_within(logits, history, None)
+    }
+
+    /// As [`Sampler::sample`], of the tokens that `allowed` allows.
+    pub fn sample_within(
+        &mut self,
+        logits: &[f32],
+        history: &[u32],
+        allowed: Option<TokenMask<'_>>,
+    ) -> Result<u32> {
         let choice = Choice {
             options: &self.options,
             draw: self.draws,
             history,
+            allowed,
         };
         let token = sample::sample(logits, &choice, &mut self.scratch)?;
         self.moves_on();
@@ -65,6 +76,7 @@ impl Sampler {
             options: &self.options,
             draw: self.draws,
             history,
+            allowed: None,
         }
     }
 

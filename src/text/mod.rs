@@ -1,6 +1,6 @@
 //! Floor 3: text in and out of tokens. Tokenizers from `tokenizer.json` or from a GGUF vocabulary, chat templates, a
-//! detokenizer that never emits half a character, and the parts of an answer: reasoning, content, tool calls. Knows nothing
-//! of models, weights or sessions.
+//! detokenizer that never emits half a character, the parts of an answer: reasoning, content, tool calls, and grammars that texts
+//! are held to. Knows nothing of models, weights or sessions.
 
 mod answer;
 mod bpe;
@@ -8,6 +8,12 @@ mod detokenizer;
 mod directory;
 mod end_names;
 mod engine;
+#[cfg(feature = "grammar")]
+mod grammar;
+#[cfg(not(feature = "grammar"))]
+#[path = "grammar_absent.rs"]
+mod grammar;
+mod grammar_source;
 mod message;
 mod pieces;
 mod prompt;
@@ -17,9 +23,10 @@ mod tool_call;
 mod turn_end;
 mod vocabulary;
 
-pub use answer::{AnswerForm, AnswerParser, Event, Reasoning};
+pub use answer::{AnswerForm, AnswerParser, AnswerStage, Event, Reasoning};
 pub use detokenizer::Detokenizer;
 pub use directory::{TextFiles, read_directory};
+pub use grammar::{Grammar, GrammarSource, GrammarState, GrammarVocabulary};
 pub use message::{
     Content, Message, kind, messages_from_json, messages_from_values, messages_to_json,
     tools_from_json, variables_from_json,

@@ -81,6 +81,8 @@ fn byte_token(token: &str) -> Option<u8> {
 
 const PRESENT: u8 = 1;
 const SPECIAL: u8 = 2;
+#[cfg(feature = "grammar")]
+const LITERAL: u8 = 4;
 
 /// Bytes and flags of every token id.
 pub(super) struct Pieces {
@@ -131,6 +133,10 @@ impl Pieces {
             let mut flags = 0;
             if let Some(token) = token {
                 flags = PRESENT | if token.special { SPECIAL } else { 0 };
+                #[cfg(feature = "grammar")]
+                if token.literal {
+                    flags |= LITERAL;
+                }
                 if token.literal {
                     pieces.bytes.extend_from_slice(token.text.as_bytes());
                 } else {
@@ -177,6 +183,14 @@ impl Pieces {
     pub(super) fn special(&self) -> impl Iterator<Item = &[u8]> {
         let ids = (0..self.flags.len()).filter(|&i| self.flags[i] & SPECIAL != 0);
         ids.map(|i| &self.bytes[self.starts[i] as usize..self.starts[i + 1] as usize])
+    }
+
+    /// Whether `id` is an added token.
+    #[cfg(feature = "grammar")]
+    pub(super) fn is_literal(&self, id: u32) -> bool {
+        self.flags
+            .get(id as usize)
+            .is_some_and(|f| f & LITERAL != 0)
     }
 
     pub(super) fn is_special(&self, id: u32) -> bool {

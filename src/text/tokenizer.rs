@@ -180,6 +180,28 @@ impl Tokenizer {
         self.encode_around("", text, "")
     }
 
+    /// Whether `token` is a mark, which grammars know by its name and not as text: a special token, or an added one with a name in angle
+    /// brackets.
+    #[cfg(feature = "grammar")]
+    pub(super) fn is_mark(&self, token: u32) -> bool {
+        self.is_special(token) || self.pieces.is_literal(token) && self.is_control(token)
+    }
+
+    /// Whether [`Tokenizer::encode_own`] gives tokens.
+    #[cfg(feature = "grammar")]
+    pub(super) fn has_own_encoder(&self) -> bool {
+        matches!(self.engine, Engine::Own(_))
+    }
+
+    /// The tokens of `text` as plain text, by our own encoder; `None` for a tokenizer that it does not support.
+    #[cfg(feature = "grammar")]
+    pub(super) fn encode_own(&self, text: &str) -> Option<Vec<u32>> {
+        match &self.engine {
+            Engine::Own(own) => own.encode_plain(text).ok(),
+            Engine::Crate(_) => None,
+        }
+    }
+
     /// The tokens of `text` as plain text. With `add_special`, as in [`Tokenizer::encode`], the tokens that the model expects around
     /// every text are added.
     pub fn encode_plain_with(&self, text: &str, add_special: bool) -> Result<Vec<u32>> {

@@ -943,6 +943,59 @@ static void detokenizers(NVFP4_Model *model)
     OK(NVFP4_detokenizer_release(detokenizer));
 }
 
+static void grammars(NVFP4_Model *model)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Grammar *grammar = NULL, *none = NULL;
+    NVFP4_GrammarOptions options;
+    HANDLE(NVFP4_grammar_create, h, NULL, "true", 4, &none);
+    BAD(invalid, NVFP4_grammar_options_init, NULL, sizeof options);
+    OK(NVFP4_grammar_options_init(&options, sizeof options));
+    BAD(invalid, NVFP4_grammar_create, model, NULL, NULL, 4, &none);
+    BAD(invalid, NVFP4_grammar_create, model, NULL, "true", 4, NULL);
+    BAD(invalid, NVFP4_grammar_create, model, NULL, "\xff", 1, &none);
+    BAD(invalid, NVFP4_grammar_create, model, NULL, "{\"items\": {\"type\": 3}}", 22, &none);
+    SAYS("JSON schema: /items: ");
+    options.kind = 9;
+    BAD(invalid, NVFP4_grammar_create, model, &options, "a", 1, &none);
+    options.kind = NVFP4_GRAMMAR_REGEX;
+    BAD(invalid, NVFP4_grammar_create, model, &options, "a(", 2, &none);
+    SAYS("byte 1");
+    options.kind = NVFP4_GRAMMAR_LARK;
+    BAD(invalid, NVFP4_grammar_create, model, &options, "start: x", 8, &none);
+    options.kind = NVFP4_GRAMMAR_CHOICES;
+    BAD(invalid, NVFP4_grammar_create, model, &options, "[1]", 3, &none);
+    BAD(invalid, NVFP4_grammar_create, model, &options, "[]", 2, &none);
+    CHECK(none == NULL);
+    OK(NVFP4_grammar_create(model, &options, "[\"a\"]", 5, &grammar));
+
+    /* What chooses single tokens takes none, and neither does a generation that is no chat hold tool calls. */
+    NVFP4_Session *session = NULL;
+    NVFP4_Detokenizer *detokenizer = NULL;
+    NVFP4_GenerateOptions how;
+    NVFP4_GenerationResult result;
+    int32_t token = 3;
+    result.struct_size = sizeof result;
+    OK(NVFP4_generate_options_init(&how, sizeof how));
+    OK(NVFP4_session_create(model, NULL, &session));
+    OK(NVFP4_session_prefill(session, &token, 1, NULL));
+    how.grammar = grammar;
+    BAD(invalid, NVFP4_session_sample, session, &how, &token);
+    SAYS("follows no grammar");
+    BAD(invalid, NVFP4_detokenizer_create, model, NULL, 0, &how, &detokenizer);
+    how.grammar = (const NVFP4_Grammar *)session;
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_session_generate, session, &how, NULL, NULL, &result);
+    how.grammar = NULL;
+    how.tool_calls = NVFP4_TOOL_CALLS_HELD;
+    BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, &result);
+    how.tool_calls = 7;
+    BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, &result);
+    OK(NVFP4_session_release(session));
+    HANDLE(NVFP4_grammar_retain, h);
+    RELEASE(NVFP4_grammar_release);
+    OK(NVFP4_grammar_release(grammar));
+}
+
 /* Everything that is wrong with a batch is found before a step changes anything. */
 static void batches(NVFP4_Trainer *trainer)
 {
@@ -1294,6 +1347,7 @@ int main(int argc, char **argv)
     queues(model);
     calls(model);
     detokenizers(model);
+    grammars(model);
     data(argv[2]);
     training(argv[2]);
     optimizers(t, codes);

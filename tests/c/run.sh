@@ -221,6 +221,12 @@ thinks() {
         [ "$(wc -l <"$work/answers")" -eq 4 ] && [ "$(grep -o 'what is asked' "$work/thoughts" | wc -l)" -eq 2 ]
 }
 
+# An answer that fits a schema, after a thought that is free.
+structures() {
+    "$@" "$thinker" "Sky?" >"$work/answer" 2>"$work/said" && cat "$work/answer" && grep -q 'Let me see what is asked.' "$work/said" &&
+        grep -qxE '\{"topic": "(delivery|payment|other)", "urgency": [1-5]\}' "$work/answer"
+}
+
 # calls COMMAND...: a model calls a tool, gets its result and answers.
 calls() {
     "$@" "$thinker" "How is the weather in Paris?" >"$work/answers" 2>"$work/called" &&
@@ -393,6 +399,7 @@ if command -v cmake >/dev/null; then
     for name in tools tools_cpp; do
         programs+=("example-$name calls $examples/$name")
     done
+    programs+=("example-structured structures $examples/structured")
     if command -v pkg-config >/dev/null; then
         check "a program with pkg-config" with_pkg_config
     else

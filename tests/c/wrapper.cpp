@@ -48,7 +48,7 @@ constexpr bool is_single = !std::is_copy_constructible_v<T> && !std::is_copy_ass
 void tensors()
 {
     static_assert(is_single<nvfp4::Tensor> && is_single<nvfp4::Weight> && is_single<nvfp4::Model> && is_single<nvfp4::Session> &&
-                  is_single<nvfp4::Detokenizer> && is_single<nvfp4::Cancel> && is_single<nvfp4::Trainer> && is_single<nvfp4::Optimizer> &&
+                  is_single<nvfp4::Detokenizer> && is_single<nvfp4::Grammar> && is_single<nvfp4::Cancel> && is_single<nvfp4::Trainer> && is_single<nvfp4::Optimizer> &&
                   is_single<nvfp4::TakenError> && is_single<nvfp4::Log> && is_single<nvfp4::Stream> && is_single<nvfp4::Queue>);
     static_assert(std::is_nothrow_move_constructible_v<nvfp4::Model> && std::is_nothrow_move_assignable_v<nvfp4::Weight>);
 
@@ -611,6 +611,19 @@ void streams(const std::string &path)
     }
     spelled += detokenizer.finish();
     CHECK(spelled == expected.text && status_of([&] { detokenizer.push(1); }) == NVFP4_INVALID_ARGUMENT);
+
+    /* Held to a grammar, the text fits, and the grammar may go before the generation does. */
+    {
+        nvfp4::GenerateOptions held = options;
+        nvfp4::Grammar grammar(model, "[0-9]{3}-[xy]", NVFP4_GRAMMAR_REGEX);
+        const nvfp4::Grammar second = grammar.clone();
+        held.grammar = second.get();
+        grammar.reset();
+        nvfp4::Session asked(model);
+        const std::string answer = asked.chat("Hi", held).text;
+        CHECK(answer.size() == 5 && answer.find_first_not_of("0123456789") == 3 && answer[3] == '-');
+        CHECK(status_of([&] { nvfp4::Grammar(model, "{\"type\": 3}"); }) == NVFP4_INVALID_ARGUMENT);
+    }
 
     std::string text;
     nvfp4::Stream stream = session.ask("Hi", options);

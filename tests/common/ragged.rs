@@ -91,6 +91,7 @@ fn segment(sequence: &mut Member) -> NewTokens<'_> {
         options,
         draw: 3,
         history: &[],
+        allowed: None,
     };
     NewTokens {
         tokens: &sequence.tokens,

@@ -43,6 +43,7 @@ fn run(model: &Served, sequences: &mut [Sequence], tokens: &[u32], options: &Sam
             options,
             draw: 7,
             history: tokens,
+            allowed: None,
         }),
     });
     let outputs = model.run(work.collect(), false, &mut Scratch::new(), &mut Vec::new());

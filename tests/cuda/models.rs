@@ -223,6 +223,7 @@ fn greedily(options: &SamplingOptions) -> Choice<'_> {
         options,
         draw: 0,
         history: &[],
+        allowed: None,
     }
 }
 

@@ -43,6 +43,7 @@ fn choice<'a>(options: &'a SamplingOptions, draw: u64, history: &'a [u32]) -> Ch
         options,
         draw,
         history,
+        allowed: None,
     }
 }
 

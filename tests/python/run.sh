@@ -93,6 +93,13 @@ calls() {
         [ "$(cat "$work/answer")" = "It rains in Paris." ] && grep -q "^\[weather {'city': 'Paris'}\]$" "$work/said"
 }
 
+# Whatever the model writes, it has the form that was asked for.
+structures() {
+    "$python" examples/python/structured.py "$work/thinker" "What?" >"$work/answer" || return 1
+    sed -n 1p "$work/answer" | grep -qE '^(delivery|payment|other) [1-5] ' && [ "$(wc -l <"$work/answer")" -eq 3 ] &&
+        sed -n 2p "$work/answer" | grep -qE '^(angry|calm|happy)$' && sed -n 3p "$work/answer" | grep -qE '^[A-Z]{2}-[0-9]{4}$'
+}
+
 check "example chat.py" recites
 check "example chat.py, a conversation" converses
 check "example chat.py without a model" fails
@@ -100,6 +107,7 @@ check "example conversations.py" converses_at_once
 check "a model that thinks" "$python" tests/common/thinker.py "$work/thinker"
 check "example thinking.py" thinks
 check "example tools.py" calls
+check "example structured.py" structures
 check "example train.py" trains
 # mypy's view of a module must match Python's.
 stubs_are_right() { PYTHONPATH=$1 "$typed" -m mypy.stubtest nvfp4.models nvfp4.streams nvfp4.tensors nvfp4.training; }

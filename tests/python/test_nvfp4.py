@@ -1399,6 +1399,50 @@ class Conversations(unittest.TestCase):
             self.assertEqual(chat.say("Again").text, thinker.ANSWER)
         self.assertRaises(nvfp4.InvalidArgument, chat.say, "Hello", reasoning_budget=-2)
 
+    def test_grammars(self):
+        """The thought is free, and the answer fits."""
+        schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 20}}, "required": ["n"],
+                  "additionalProperties": False}
+        grammar = nvfp4.Grammar.json_schema(self.model, schema)
+        for form in (grammar, nvfp4.Grammar.json_schema(self.model, json.dumps(schema))):
+            result = self.model.chat().say("Hello", grammar=form)
+            self.assertTrue(3 <= json.loads(result.text)["n"] <= 20, result.text)
+            self.assertEqual((result.reasoning.strip(), result.finish), (self.THOUGHT, "stop"))
+        self.assertRegex("".join(self.model.chat().ask("Hello", grammar=nvfp4.Grammar.regex(self.model, "[xyz]{7}"))), "^[xyz]{7}$")
+        self.assertIn(self.model.chat().say("Hello", grammar=nvfp4.Grammar.choices(self.model, ["a b", "c"])).text, ("a b", "c"))
+        self.assertEqual(self.model.chat().say("Hello", grammar=nvfp4.Grammar.lark(self.model, 'start: "a" "b"')).text, "ab")
+        self.assertEqual(self.model.chat().say("Hello", grammar=None).text, thinker.ANSWER)
+
+        async def ask(number):
+            return (await self.model.chat().ask(f"Hello {number}", grammar=grammar)).text
+
+        async def ask_all():
+            return await asyncio.gather(*map(ask, range(4)))
+
+        for text in asyncio.run(ask_all()):
+            self.assertTrue(3 <= json.loads(text)["n"] <= 20, text)
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "^JSON schema: /items: ", nvfp4.Grammar.json_schema, self.model, {"items": {"not": {}}})
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "at least one", nvfp4.Grammar.choices, self.model, [])
+        self.assertRaises(TypeError, self.model.chat().say, "Hello", grammar=schema)
+        other = nvfp4.Model(self.path, device="cpu")
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "another model", other.chat().say, "Hello", grammar=grammar)
+        # Without the handle, what follows it goes on.
+        stream = self.model.session()
+        stream.prefill([300])
+        stream = stream.stream(grammar=nvfp4.Grammar.regex(self.model, "[ab]{20}"))
+        self.assertRegex("".join(stream), "^[ab]{20}$")
+
+    def test_tool_calls_are_held(self):
+        chat = self.model.chat(tools=self.TOOLS)
+        for way in ("held", "required"):
+            chat.reset()
+            call, = chat.say("Hello", tool_calls=way).tool_calls[:1]
+            self.assertEqual((call.name, list(call.arguments)), ("weather", ["city"]))
+        self.assertRaises(nvfp4.InvalidArgument, self.model.chat().say, "Hello", tool_calls="held")
+        self.assertRaises(nvfp4.InvalidArgument, self.model.session().generate, tool_calls="held")
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "choose one", chat.say, "Hello", tool_calls="held",
+                               grammar=nvfp4.Grammar.regex(self.model, "a"))
+
     def test_parts(self):
         """Pieces are the answer alone, unless the others are asked for."""
         chat = self.model.chat()

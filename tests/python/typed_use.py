@@ -66,7 +66,13 @@ def sessions() -> None:
     text, finish = nvfp4.Detokenizer(model, stop="x").push(1)
     assert_type(finish, Optional[Finish])
 
+    grammar = nvfp4.Grammar.json_schema(model, {"type": "null"})
+    assert_type(grammar, nvfp4.Grammar)
+    session.generate(grammar=nvfp4.Grammar.choices(model, ["a"]), tool_calls="held")
+
     nvfp4.Model("model", device=0)  # type: ignore[arg-type]
+    session.generate(grammar="a")  # type: ignore[arg-type]
+    nvfp4.Grammar(model, "a", "glob")  # type: ignore[arg-type]
     nvfp4.Model("model", quantize={"recipe": "best"})  # type: ignore[arg-type]
     model.session(kv_type="int8")  # type: ignore[arg-type]
     model.session(think=True)  # type: ignore[call-arg]

@@ -293,6 +293,38 @@ namespace LibNVFP4
         Deadline = 5,
     }
 
+    /// <summary>Which tool calls of an answer are held to their tools' schemas.</summary>
+    public enum ToolCalls
+    {
+        /// <summary>The model writes tool calls as it likes.</summary>
+        Free = 0,
+        /// <summary>
+        /// Each tool call that the model begins is held to the schema of its tool. Refused for models whose calls are not JSON between
+        /// marks.
+        /// </summary>
+        Held = 1,
+        /// <summary>As held, and the content of the answer begins with a call.</summary>
+        Required = 2,
+    }
+
+    /// <summary>What a grammar is made of.</summary>
+    public enum GrammarKind
+    {
+        /// <summary>
+        /// A JSON schema, of draft 2020-12 or an earlier one that it names. The text is one line of JSON with a space after each comma and
+        /// colon.
+        /// </summary>
+        JsonSchema = 0,
+        /// <summary>
+        /// A regular expression that the whole text fits, in the syntax of Rust's crate <c>regex</c>, without look-around.
+        /// </summary>
+        Regex = 1,
+        /// <summary>A context-free grammar, in the dialect of Lark that <c>llguidance</c> reads.</summary>
+        Lark = 2,
+        /// <summary>Texts of which one is generated, as a JSON array of strings.</summary>
+        Choices = 3,
+    }
+
     /// <summary>Kinds of events in a generation.</summary>
     public enum TokenEventKind
     {

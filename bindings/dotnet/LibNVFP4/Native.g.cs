@@ -361,6 +361,16 @@ namespace LibNVFP4
         internal NativeCalibrateOptions* Calibrate;
     }
 
+    // What a grammar is made of. Fill with NVFP4_grammar_options_init(), then change what is to differ.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeGrammarOptions
+    {
+        // sizeof(NVFP4_GrammarOptions) as the caller knows it.
+        internal uint StructSize;
+        // One of NVFP4_GRAMMAR_*. Default: a JSON schema.
+        internal int Kind;
+    }
+
     // How to create a session. Fill with NVFP4_session_options_init(), then change what is to differ.
     [StructLayout(LayoutKind.Sequential)]
     internal unsafe struct NativeSessionOptions
@@ -429,6 +439,13 @@ namespace LibNVFP4
         internal UIntPtr StopStringCount;
         // Cancels the call and reports the tokens run; NULL for neither. Default: NULL.
         internal NativeCallOptions* Call;
+        // Holds the text to a grammar, in a chat the content of the answer: see the grammar chapter. It may be released while generations
+        // follow it. Default: NULL, none.
+        internal IntPtr Grammar;
+        // One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
+        internal int ToolCalls;
+        // Must be 0.
+        internal int Reserved;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.
@@ -771,6 +788,12 @@ namespace LibNVFP4
     internal sealed partial class DetokenizerHandle : NativeHandle
     {
         internal override int Release() => Native.NVFP4_detokenizer_release(handle);
+    }
+
+    // A grammar. See the grammar chapter.
+    internal sealed partial class GrammarHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_grammar_release(handle);
     }
 
     // A loaded model. See the model chapter.
@@ -1480,6 +1503,33 @@ namespace LibNVFP4
         internal static extern int NVFP4_model_convert(byte* source, UIntPtr sourceLength, byte* destination, UIntPtr destinationLength,
             NativeConvertOptions* options, NativeQuantizeOptions* quantize);
 
+        // Grammars: texts that generations are held to.
+
+        // Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_GrammarOptions).
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_grammar_options_init(NativeGrammarOptions* options, uint structSize);
+
+        // Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes
+        // up to some seconds for a large one and is kept with the model.
+        //
+        // A grammar that takes more than 100 ms of a processor's time or 64 MB of memory to compile is refused, and one that no text fits,
+        // as far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular
+        // expression, or a line and column.
+        //
+        // - `options`: the kind of the source. NULL for a JSON schema.
+        // - `text`, `length`: the source, in UTF-8. Copied.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_grammar_create(ModelHandle model, NativeGrammarOptions* options, byte* text, UIntPtr length,
+            out GrammarHandle result);
+
+        // Adds a reference to a grammar.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_grammar_retain(IntPtr grammar);
+
+        // Gives up a reference to a grammar. After the last one the handle is stale; generations that follow the grammar go on.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_grammar_release(IntPtr grammar);
+
         // Sessions: conversations and other sequences of tokens, with their KV cache.
 
         // Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions).
@@ -1588,8 +1638,9 @@ namespace LibNVFP4
         // Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
         //
         // A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes
-        // on: the second session has the tokens so far, as if the generation had been cancelled then. This waits for the end of a step that
-        // runs. #NVFP4_BUSY if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
+        // on: the second session has the tokens so far, as if the generation had been cancelled then, and not what options of it, such as a
+        // grammar, know of them. This waits for the end of a step that runs. #NVFP4_BUSY if any other call uses the session, and while it
+        // runs a prompt or waits for memory or for its turn in a queue.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_fork(SessionHandle session, out SessionHandle result);
 

@@ -8,10 +8,11 @@ from typing import Any, Dict, NamedTuple, Tuple
 
 __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
-    "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "LoadOptions", "LogCallback", "LogRelease", "Message", "MicroBatch",
-    "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "ProgressCallback", "QuantizeOptions", "QueueEvent",
-    "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport", "SubmitOptions",
-    "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
+    "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions", "LogCallback", "LogRelease", "Message",
+    "MicroBatch", "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "ProgressCallback", "QuantizeOptions",
+    "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport",
+    "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH",
+    "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -265,6 +266,27 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # The deadline of a generation in a queue has passed. Tokens are kept as for #NVFP4_FINISH_CANCELLED.
         "deadline": 5,
     },
+    # Which tool calls of an answer are held to their tools' schemas.
+    "tool_calls": {
+        # The model writes tool calls as it likes.
+        "free": 0,
+        # Each tool call that the model begins is held to the schema of its tool. Refused for models whose calls are not JSON between marks.
+        "held": 1,
+        # As held, and the content of the answer begins with a call.
+        "required": 2,
+    },
+    # What a grammar is made of.
+    "grammar": {
+        # A JSON schema, of draft 2020-12 or an earlier one that it names. The text is one line of JSON with a space after each comma and
+        # colon.
+        "json_schema": 0,
+        # A regular expression that the whole text fits, in the syntax of Rust's crate `regex`, without look-around.
+        "regex": 1,
+        # A context-free grammar, in the dialect of Lark that `llguidance` reads.
+        "lark": 2,
+        # Texts of which one is generated, as a JSON array of strings.
+        "choices": 3,
+    },
     # Kinds of events in a generation.
     "event": {
         # A token, with the text that it completes.
@@ -415,8 +437,9 @@ CHOSEN: Dict[str, Dict[str, str]] = {
     "PlanOptions": {"kv_type": "kv"},
     "CalibrateOptions": {},
     "ConvertOptions": {"container": "container", "tables": "tables"},
+    "GrammarOptions": {"kind": "grammar"},
     "SessionOptions": {"kv_type": "kv", "eviction": "eviction"},
-    "GenerateOptions": {},
+    "GenerateOptions": {"tool_calls": "tool_calls"},
     "ChatOptions": {},
     "QueueOptions": {},
     "SubmitOptions": {},
@@ -821,6 +844,20 @@ class ConvertOptions(Structure):
     ]
 
 
+class GrammarOptions(Structure):
+    """
+    What a grammar is made of. Fill with NVFP4_grammar_options_init(), then change what is to differ.
+
+    - `struct_size`: sizeof(NVFP4_GrammarOptions) as the caller knows it.
+    - `kind`: One of NVFP4_GRAMMAR_*. Default: a JSON schema.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kind", c_int32),
+    ]
+
+
 class SessionOptions(Structure):
     """
     How to create a session. Fill with NVFP4_session_options_init(), then change what is to differ.
@@ -878,6 +915,10 @@ class GenerateOptions(Structure):
     - `stop_string_lengths`: Bytes of each of `stop_strings`.
     - `stop_string_count`: Elements of `stop_strings` and of `stop_string_lengths`.
     - `call`: Cancels the call and reports the tokens run; NULL for neither. Default: NULL.
+    - `grammar`: Holds the text to a grammar, in a chat the content of the answer: see the grammar chapter. It may be released while
+      generations follow it. Default: NULL, none.
+    - `tool_calls`: One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
+    - `reserved`: Must be 0.
     """
 
     _fields_ = [
@@ -899,6 +940,9 @@ class GenerateOptions(Structure):
         ("stop_string_lengths", c_void_p),
         ("stop_string_count", c_size_t),
         ("call", c_void_p),
+        ("grammar", c_void_p),
+        ("tool_calls", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -2006,6 +2050,36 @@ FUNCTIONS: Tuple[Function, ...] = (
           sweep has a smaller error and takes two to three times as long; it is the default with `calibrate`.
         """),
 
+    # Grammars: texts that generations are held to.
+    Function("grammar_options_init", (c_void_p, c_uint32), Status, """
+        NVFP4_grammar_options_init(NVFP4_GrammarOptions *options, uint32_t struct_size)
+
+        Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_GrammarOptions).
+        """),
+    Function("grammar_create", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p), Status, """
+        NVFP4_grammar_create(const NVFP4_Model *model, const NVFP4_GrammarOptions *options, const char *text, size_t length, NVFP4_Grammar **out)
+
+        Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes up
+        to some seconds for a large one and is kept with the model.
+
+        A grammar that takes more than 100 ms of a processor's time or 64 MB of memory to compile is refused, and one that no text fits, as
+        far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular
+        expression, or a line and column.
+
+        - `options`: the kind of the source. NULL for a JSON schema.
+        - `text`, `length`: the source, in UTF-8. Copied.
+        """),
+    Function("grammar_retain", (c_void_p,), Status, """
+        NVFP4_grammar_retain(NVFP4_Grammar *grammar)
+
+        Adds a reference to a grammar.
+        """),
+    Function("grammar_release", (c_void_p,), Status, """
+        NVFP4_grammar_release(NVFP4_Grammar *grammar)
+
+        Gives up a reference to a grammar. After the last one the handle is stale; generations that follow the grammar go on.
+        """),
+
     # Sessions: conversations and other sequences of tokens, with their KV cache.
     Function("session_options_init", (c_void_p, c_uint32), Status, """
         NVFP4_session_options_init(NVFP4_SessionOptions *options, uint32_t struct_size)
@@ -2132,8 +2206,9 @@ FUNCTIONS: Tuple[Function, ...] = (
         Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
 
         A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes on:
-        the second session has the tokens so far, as if the generation had been cancelled then. This waits for the end of a step that runs.
-        #NVFP4_BUSY if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
+        the second session has the tokens so far, as if the generation had been cancelled then, and not what options of it, such as a
+        grammar, know of them. This waits for the end of a step that runs. #NVFP4_BUSY if any other call uses the session, and while it runs
+        a prompt or waits for memory or for its turn in a queue.
         """),
     Function("session_save", (c_void_p, c_void_p, c_size_t, c_void_p), Status, """
         NVFP4_session_save(NVFP4_Session *session, const char *path, size_t path_length, const NVFP4_CallOptions *call)

@@ -4,8 +4,8 @@ from typing import Literal, TypedDict
 
 __all__ = [
     "Activations", "Clip", "ComputePath", "Container", "DataFormat", "Dtype", "EmptyThink", "Eviction", "Finish", "FirstMoments",
-    "Format", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Outcome", "Part", "Recipe", "Rounding", "ScaleLayout", "Schedule",
-    "SecondMoments", "Tables", "TeacherMemory", "WeightForm",
+    "Format", "GrammarKind", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Outcome", "Part", "Recipe", "Rounding",
+    "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "ToolCalls", "WeightForm",
 ]
 
 # Severity of log messages.
@@ -37,6 +37,10 @@ KvType = Literal["float16", "float32", "float8"]
 Eviction = Literal["error", "drop_oldest"]
 # Why a generation ended.
 Finish = Literal["stop", "stop_string", "length", "context", "cancelled", "deadline"]
+# Which tool calls of an answer are held to their tools' schemas.
+ToolCalls = Literal["free", "held", "required"]
+# What a grammar is made of.
+GrammarKind = Literal["json_schema", "regex", "lark", "choices"]
 # Kinds of text in an answer.
 Part = Literal["content", "reasoning", "tool_call"]
 # Learning rate after the warm-up.
@@ -153,6 +157,13 @@ class ConvertOptions(TypedDict, total=False):
     tables: Tables
 
 
+class GrammarOptions(TypedDict, total=False):
+    """What a grammar is made of."""
+
+    # One of GrammarKind. Default: a JSON schema.
+    kind: GrammarKind
+
+
 class SessionOptions(TypedDict, total=False):
     """How to create a session."""
 
@@ -197,6 +208,8 @@ class GenerateOptions(TypedDict, total=False):
     # Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all tokens appended
     # before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.
     seed: int
+    # One of ToolCalls, for a chat without `grammar`. Default: free.
+    tool_calls: ToolCalls
 
 
 class ChatOptions(TypedDict, total=False):

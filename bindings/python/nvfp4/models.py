@@ -262,6 +262,44 @@ def convert(source, destination, container="modelopt", quantize=None, progress=N
     _watched(run, cancel, progress)
 
 
+class Grammar(Handle):
+    """
+    Texts that generations of a model are held to, compiled once; any number of generations may follow it at the same time, with
+    grammar= as an option. A schema that is not supported, that no value fits or that takes more than 100 ms or 64 MB to compile raises
+    InvalidArgument, which names the place.
+    """
+
+    _kind = "grammar"
+    _copies = "use the same Grammar from any thread"
+    _pickles = "pass the source, and compile it in each process"
+
+    def __init__(self, model, source, kind="json_schema"):
+        """`source` is the text of a JSON schema, of a regular expression (regex), of a grammar (lark), or a JSON array (choices)."""
+        how = native.options(native.GrammarOptions, {"kind": kind})
+        self._as_parameter_ = native.value_out(
+            ctypes.c_void_p, lib.grammar_create, model, ctypes.byref(how), *native.text_in(source))
+
+    @classmethod
+    def json_schema(cls, model, schema):
+        """JSON that fits a schema: a dictionary, True, or text. It is written in one line, as by json.dumps()."""
+        return cls(model, schema if isinstance(schema, (str, bytes, bytearray)) else json.dumps(schema))
+
+    @classmethod
+    def regex(cls, model, pattern):
+        """Text that a regular expression fits as a whole, without look-around."""
+        return cls(model, pattern, "regex")
+
+    @classmethod
+    def lark(cls, model, grammar):
+        """Text of a context-free grammar, in the dialect of Lark that llguidance reads."""
+        return cls(model, grammar, "lark")
+
+    @classmethod
+    def choices(cls, model, texts):
+        """One of these texts."""
+        return cls(model, json.dumps(list(texts)), "choices")
+
+
 class Session(Handle):
     """
     A sequence of tokens that a model runs. One call at a time may use it; another one raises Busy. Its length, memory and
@@ -271,7 +309,8 @@ class Session(Handle):
     Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty, seed (a new one
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
     name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces), drafts (tokens that the
-    model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told).
+    model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), grammar (a Grammar that the text
+    fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default).
 
     Whatever may take long takes `cancel`, a Cancel, and ends at an interrupt. Prompts and files take `progress` too, which is
     called with what is done and what there is to do, in tokens or bytes, and ends the call by returning False; it may not use

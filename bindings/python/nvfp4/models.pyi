@@ -1,12 +1,12 @@
 import array
-from typing import Any, Callable, Collection, Iterable, List, Optional, Sequence, Tuple, Type, Union, overload
+from typing import Any, Callable, Collection, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, Union, overload
 
 from typing_extensions import Self, Unpack
 
 from .native import Error, Handle, Single
 from .streams import Generation, Piece, Stream
 from .types import (AskOptions, AskStreamOptions, CalibrateOptions, ChatOptions, Container, ConvertOptions, Finish, GenerationOptions,
-                    LoadOptions, Message, Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, StreamOptions, Text, TurnOptions)
+                    GrammarKind, LoadOptions, Message, Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, StreamOptions, Text, TurnOptions)
 
 class Cancel(Handle):
     def __init__(self) -> None: ...
@@ -43,6 +43,17 @@ class Model(Handle):
 def convert(source: Path, destination: Path, container: Container = "modelopt", quantize: Union[None, bool, QuantizeOptions] = None,
             progress: Optional[Progress] = None, cancel: Optional[Cancel] = None,
             calibrate: Union[None, bool, CalibrateOptions] = None, **options: Unpack[ConvertOptions]) -> None: ...
+
+class Grammar(Handle):
+    def __init__(self, model: Model, source: Text, kind: GrammarKind = "json_schema") -> None: ...
+    @classmethod
+    def json_schema(cls, model: Model, schema: Union[Mapping[str, Any], bool, Text]) -> Self: ...
+    @classmethod
+    def regex(cls, model: Model, pattern: Text) -> Self: ...
+    @classmethod
+    def lark(cls, model: Model, grammar: Text) -> Self: ...
+    @classmethod
+    def choices(cls, model: Model, texts: Iterable[str]) -> Self: ...
 
 class Session(Handle):
     def __init__(self, model: Model, *, system: Optional[Text] = None, **options: Unpack[SessionOptions]) -> None: ...

@@ -259,6 +259,12 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
+        elif field == "grammar" and field in kinds:
+            if value is not None:
+                if getattr(value, "_kind", None) != "grammar":
+                    raise TypeError(f"grammar= takes a Grammar, not {value!r}")
+                out.kept.append(value)
+                out.grammar = value._as_parameter_
         elif field in choices:
             setattr(out, field, choice(choices[field], value))
         elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):

@@ -11,12 +11,15 @@ types stand here, and tests/python holds them against the fields of the structs.
 """
 
 import os
-from typing import Any, Callable, Literal, Mapping, Protocol, Sequence, Tuple, TypedDict, Union
+from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Optional, Protocol, Sequence, Tuple, TypedDict, Union
 
 from . import _types
 from ._types import *
 from ._types import ConvertOptions as ConvertOptions, OptimizerOptions as OptimizerOptions, QuantizeOptions as QuantizeOptions
 from ._types import PlanOptions as PlanOptions, QueueOptions as QueueOptions, SessionOptions as SessionOptions, SubmitOptions as SubmitOptions
+
+if TYPE_CHECKING:
+    from .models import Grammar
 
 FloatDtype = Literal["float16", "float32", "bfloat16"]
 
@@ -55,6 +58,7 @@ class LoadOptions(_types.LoadOptions, total=False):
 
 class GenerationOptions(_types.GenerateOptions, total=False):
     stop: Union[int, Text, Sequence[Union[int, Text]]]
+    grammar: Optional["Grammar"]
 
 
 class TurnOptions(_types.ChatOptions, total=False):

@@ -60,7 +60,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let conversation = Conversation {
         session: Session::new(model.clone(), &options)?,
         chat,
-        generation: args.sampling.options(&model),
+        generation: args.sampling.options(&model)?,
         system: None,
         last: None,
         stops_alone: input.is_keyboard(),

@@ -26,6 +26,7 @@ pub(in crate::model) const GREEDY: Choice<'static> = Choice {
     options: &SamplingOptions::GREEDY,
     draw: 0,
     history: &[],
+    allowed: None,
 };
 
 /// The token that a step chose for a sequence, if it asks for one; and the hidden row of its token, if the drafter follows the sequence.

@@ -3,23 +3,50 @@
 //! Phi-4-mini (`<|tool_call|>`, closed), Command R7B (`<|START_ACTION|>`, a list with `tool_name` and `parameters`) and
 //! Nemotron (`<TOOLCALL>`, a list).
 
-use super::section::{Found, HEADER, Scan, SectionStep, ToolCallForm, after_call, call_of};
+use super::section::{
+    Found, HEADER, Scan, SectionStep, ToolCallForm, WrittenCall, after_call, call_of,
+};
 
 /// JSON between marks.
 pub(super) struct Json {
     marks: &'static [&'static str],
+    written: Option<WrittenCall>,
 }
 
-pub(super) static HERMES: Json = Json::between(&["<tool_call>", "</tool_call>"]);
+pub(super) static HERMES: Json = Json {
+    marks: &["<tool_call>", "</tool_call>"],
+    written: Some(WrittenCall {
+        before_name: &["<tool_call>", "\n{\"name\": "],
+        between: ", \"arguments\": ",
+        after: &["}\n", "</tool_call>"],
+    }),
+};
 pub(super) static GRANITE: Json = Json::between(&["<|tool_call|>"]);
-pub(super) static PHI: Json = Json::between(&["<|tool_call|>", "<|/tool_call|>"]);
+pub(super) static PHI: Json = Json {
+    marks: &["<|tool_call|>", "<|/tool_call|>"],
+    written: Some(WrittenCall {
+        before_name: &["<|tool_call|>", "[{\"name\": "],
+        between: ", \"arguments\": ",
+        after: &["}]", "<|/tool_call|>"],
+    }),
+};
 pub(super) static COMMAND: Json = Json::between(&["<|START_ACTION|>", "<|END_ACTION|>"]);
-pub(super) static NEMOTRON: Json = Json::between(&["<TOOLCALL>", "</TOOLCALL>"]);
+pub(super) static NEMOTRON: Json = Json {
+    marks: &["<TOOLCALL>", "</TOOLCALL>"],
+    written: Some(WrittenCall {
+        before_name: &["<TOOLCALL>", "[{\"name\": "],
+        between: ", \"arguments\": ",
+        after: &["}]", "</TOOLCALL>"],
+    }),
+};
 
 impl Json {
     /// The mark before a section and, in families that have one, the mark after it.
     pub(super) const fn between(marks: &'static [&'static str]) -> Self {
-        Json { marks }
+        Json {
+            marks,
+            written: None,
+        }
     }
 }
 
@@ -30,6 +57,10 @@ impl ToolCallForm for Json {
 
     fn marks(&self) -> &[&'static str] {
         self.marks
+    }
+
+    fn written(&self) -> Option<WrittenCall> {
+        self.written
     }
 
     fn read(&self, text: &str, scan: &mut Scan, _: bool) -> SectionStep {

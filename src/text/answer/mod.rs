@@ -1,13 +1,14 @@
 //! Streaming parser of a model's answer: reasoning, content and tool calls.
 //!
 //! Each family's form of calls is one short file. `section` defines what a form is and has the code that forms share,
-//! `form` detects a model's forms from its chat template and its tokens, `parser` runs them.
+//! `form` detects a model's forms from its chat template and its tokens, `parser` runs them, `held` writes the grammar of calls.
 
 mod cursor;
 mod deepseek;
 mod form;
 mod gemma;
 mod harmony;
+mod held;
 mod json;
 mod llama;
 mod mistral;
@@ -19,4 +20,4 @@ mod tests;
 mod xml;
 
 pub use form::{AnswerForm, Reasoning};
-pub use parser::{AnswerParser, Event};
+pub use parser::{AnswerParser, AnswerStage, Event};

@@ -16,6 +16,21 @@ pub enum Event {
     ToolCall(ToolCall),
 }
 
+/// What the next text of an answer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AnswerStage<'a> {
+    /// Reasoning or content.
+    Undecided,
+    /// Reasoning.
+    Reasoning,
+    /// Content.
+    Content,
+    /// A tool call, of which this text is there so far, with its mark.
+    Call(&'a str),
+    /// The header of a message, in a form whose answers are series of messages.
+    Header,
+}
+
 /// Splits an answer into events while it streams.
 pub struct AnswerParser {
     reasoning: Option<&'static Reasoning>,
@@ -173,6 +188,17 @@ impl AnswerParser {
     /// Whether the answer is inside reasoning.
     pub fn is_reasoning(&self) -> bool {
         matches!(self.stage, Stage::Reasoning)
+    }
+
+    /// What the next text is.
+    pub fn stage(&self) -> AnswerStage<'_> {
+        match self.stage {
+            Stage::Undecided(_) => AnswerStage::Undecided,
+            Stage::Reasoning => AnswerStage::Reasoning,
+            Stage::Content { .. } => AnswerStage::Content,
+            Stage::Section(_) => AnswerStage::Call(&self.text),
+            Stage::Header => AnswerStage::Header,
+        }
     }
 
     fn begin_reasoning(&mut self) {

@@ -19,6 +19,11 @@ pub(super) trait ToolCallForm: Sync {
         false
     }
 
+    /// How one call is written from its mark on, for a form whose arguments are JSON; `None` for other forms.
+    fn written(&self) -> Option<WrittenCall> {
+        None
+    }
+
     /// Continues parsing a section. `text` is its unparsed text so far; `whole` says that it is complete because the model
     /// has ended the answer. The result may depend on the text, but not on how it was split into pieces.
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep;
@@ -40,6 +45,17 @@ pub(super) enum SectionStep {
     Over(Vec<Written>, usize),
     /// This many bytes, at least one, are not a call; the section ends.
     Malformed(usize),
+}
+
+/// How a model writes one call with the mark of its section, around the name and the arguments as JSON.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WrittenCall {
+    /// Texts and marks up to the name, which stands in quotation marks.
+    pub(super) before_name: &'static [&'static str],
+    /// Text between the name and the arguments.
+    pub(super) between: &'static str,
+    /// Texts and marks after the arguments.
+    pub(super) after: &'static [&'static str],
 }
 
 /// A call without an id, as it is parsed.

@@ -1,0 +1,154 @@
+//! Compiles a grammar, on a thread with limits.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use llguidance::TokenParser;
+use llguidance::api::TopLevelGrammar;
+use serde_json::Value;
+
+use super::limits::{COMPILE_TIME, LONGEST, LONGEST_SOURCE, MEMORY, MOST_GIVEN_UP, STACK};
+use super::message::{on_regex, one_line};
+use super::regex;
+use super::schema;
+use super::vocabulary::GrammarVocabulary;
+use crate::base::alloc::{Budget, foreign};
+use crate::base::error::{bail, err};
+use crate::base::{Result, panics, threads};
+use crate::text::grammar_source::GrammarSource;
+
+/// Threads that went beyond their limits.
+static GIVEN_UP: AtomicUsize = AtomicUsize::new(0);
+
+/// A source that the thread owns.
+enum Owned {
+    Schema(String),
+    /// A regular expression, also that of choices.
+    Regex(TopLevelGrammar),
+    Lark(TopLevelGrammar),
+}
+
+/// The parser of `source` before its first token.
+pub(super) fn compile(
+    vocabulary: &Arc<GrammarVocabulary>,
+    source: GrammarSource<'_>,
+) -> Result<TokenParser> {
+    let name = source.name();
+    check_size(source)?;
+    let given_up = GIVEN_UP.load(Ordering::Relaxed);
+    if given_up >= MOST_GIVEN_UP {
+        bail!(
+            Busy,
+            "{given_up} grammars of this process went far beyond their limits and still hold memory; no further one is compiled"
+        );
+    }
+    let source = owned(source)?;
+    let vocabulary = vocabulary.clone();
+    let done = threads::bounded(STACK, MEMORY, LONGEST, move || {
+        foreign(Budget::GRAMMAR, || {
+            let built = panics::caught(|| built(&vocabulary, source));
+            let built = built.unwrap_or_else(|panic| Err(err!(Unsupported, "{panic}")));
+            Ok((built, threads::processor_time()))
+        })
+    })?;
+    let Some((built, time)) = done else {
+        GIVEN_UP.fetch_add(1, Ordering::Relaxed);
+        bail!(
+            InvalidArgument,
+            "the {name} takes more than {} MB of memory, or {} s of a processor's time, to be compiled; make it smaller",
+            MEMORY >> 20,
+            LONGEST.as_secs()
+        );
+    };
+    if time > COMPILE_TIME {
+        bail!(
+            InvalidArgument,
+            "the {name} takes {} ms of a processor's time to be compiled, and at most {} are allowed; make it smaller",
+            time.as_millis(),
+            COMPILE_TIME.as_millis()
+        );
+    }
+    built.map_err(|e| e.within(name))
+}
+
+fn check_size(source: GrammarSource<'_>) -> Result<()> {
+    let bytes = match source {
+        GrammarSource::JsonSchema(text)
+        | GrammarSource::Regex(text)
+        | GrammarSource::Lark(text) => text.len(),
+        GrammarSource::Choices(choices) => choices.iter().map(String::len).sum(),
+    };
+    if bytes > LONGEST_SOURCE {
+        bail!(
+            InvalidArgument,
+            "the {} has {bytes} bytes, and at most {LONGEST_SOURCE} are compiled",
+            source.name()
+        );
+    }
+    Ok(())
+}
+
+fn owned(source: GrammarSource<'_>) -> Result<Owned> {
+    Ok(match source {
+        GrammarSource::JsonSchema(text) => Owned::Schema(text.to_owned()),
+        GrammarSource::Regex(text) => {
+            regex::check(text).map_err(|e| e.within(source.name()))?;
+            Owned::Regex(TopLevelGrammar::from_regex(text))
+        }
+        GrammarSource::Lark(text) => Owned::Lark(TopLevelGrammar::from_lark(text.to_owned())),
+        GrammarSource::Choices(choices) => {
+            if choices.is_empty() {
+                bail!(
+                    InvalidArgument,
+                    "the list of choices is empty; give at least one"
+                );
+            }
+            if let Some(i) = choices.iter().position(String::is_empty) {
+                bail!(
+                    InvalidArgument,
+                    "choice {i} is empty; a choice has at least one character"
+                );
+            }
+            let quoted: Vec<String> = choices.iter().map(|c| regex_syntax::escape(c)).collect();
+            Owned::Regex(TopLevelGrammar::from_regex(&quoted.join("|")))
+        }
+    })
+}
+
+fn built(vocabulary: &GrammarVocabulary, source: Owned) -> Result<TokenParser> {
+    let is_regex = matches!(source, Owned::Regex(_));
+    let (grammar, schema) = match source {
+        Owned::Regex(grammar) | Owned::Lark(grammar) => (grammar, None),
+        Owned::Schema(text) => {
+            let schema: Value =
+                serde_json::from_str(&text).map_err(|e| err!(InvalidArgument, "{e}"))?;
+            schema::check(&schema)?;
+            drop(text);
+            (schema::grammar(schema.clone())?, Some(schema))
+        }
+    };
+    let parser = vocabulary.factory().create_parser(grammar);
+    let mut parser = parser.map_err(|e| {
+        let message = one_line(&format!("{e:#}"));
+        let place = schema.and_then(|schema| schema::place(vocabulary, &schema, &message));
+        match place {
+            Some(place) => err!(InvalidArgument, "{place}: {message}"),
+            None if is_regex => err!(InvalidArgument, "{}", on_regex(&message)),
+            None => err!(InvalidArgument, "{message}"),
+        }
+    })?;
+    parser.start_without_prompt();
+    // What comes first shows whether anything does, and prepares the parser for it.
+    let is_over = parser.check_stop().is_ok_and(|is_over| is_over);
+    if !is_over && let Err(e) = parser.compute_mask() {
+        let message = one_line(&e.to_string());
+        if parser.stop_reason().is_ok() {
+            bail!(
+                InvalidArgument,
+                "no text that the model's tokens can form fits it"
+            );
+        }
+        bail!(InvalidArgument, "{message}");
+    }
+    Ok(parser)
+}
