@@ -3,6 +3,7 @@
 
 mod blocks;
 pub mod capacity;
+mod leased;
 mod pass;
 mod pool;
 mod pools;

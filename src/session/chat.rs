@@ -115,7 +115,6 @@ impl Session {
     ) -> Result<Generation> {
         let chat = chat.unwrap_or(&self.conversation.options).clone();
         self.or_cancelled(options, |session| {
-            let _held = session.model.hold()?;
             session.follow_drafts(options)?;
             for name in session.model.chat_template().unread(&chat.variables) {
                 tracing::warn!(
