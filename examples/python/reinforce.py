@@ -1,6 +1,6 @@
 """Reinforce what is wanted of a model: a thread samples answers while the trainer steps on those before, weighted by what they are worth.
 
-    PYTHONPATH=bindings/python NVFP4_LIB_PATH=target/release python3 examples/python/reinforce.py MODEL PROMPT [STEPS]
+    PYTHONPATH=bindings/python NVFP4_LIB_PATH=target/release python3 examples/python/reinforce.py MODEL PROMPT [STEPS [RATE]]
 """
 
 import sys
@@ -40,12 +40,13 @@ def batch_of(prompt, answers) -> nvfp4.Batch:
 
 
 def main() -> int:
-    if len(sys.argv) not in (3, 4):
+    if len(sys.argv) not in (3, 4, 5):
         print(__doc__, file=sys.stderr)
         return 2
     path, text = sys.argv[1:3]
     steps = int(sys.argv[3]) if len(sys.argv) > 3 else 50
-    with nvfp4.Trainer(path, steps=steps, rate=2e-3) as trainer, trainer.model() as model, ThreadPoolExecutor(1) as pool:
+    rate = float(sys.argv[4]) if len(sys.argv) > 4 else 1e-3
+    with nvfp4.Trainer(path, steps=steps, rate=rate) as trainer, trainer.model() as model, ThreadPoolExecutor(1) as pool:
         prompt = model.tokenizer.encode(text)
         # One session for the whole run: after each step it goes on with the new weights.
         with model.session() as asked:

@@ -191,7 +191,8 @@ impl Served {
     }
 
     /// Holds the weights until the result is dropped: their trainer, if there is one, takes no step meanwhile. Waits for steps that run or
-    /// came before, and fails if the call is cancelled meanwhile, or on a thread in which a step runs. Each pass holds them itself.
+    /// came before, and fails if the call is cancelled meanwhile, or on a thread in which a step runs. Each pass holds them itself: who holds
+    /// them does not run tokens, since a step that waits would come between.
     pub fn hold(&self) -> Result<Option<Held>> {
         let leased = self.leased.as_ref();
         leased.map(|leased| leased.hold(call::is_over)).transpose()

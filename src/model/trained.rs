@@ -58,8 +58,10 @@ impl Model {
 
     /// Follows weights that have changed since the model was made of them, or was renewed: copies norms, biases and projections that files
     /// store among others again. On a GPU, a step that ran ahead and recorded passes are dropped. `fingerprint` tells the new weights from
-    /// others. The caller keeps passes out. If it fails, the model must not be run before a later call has succeeded.
+    /// others, also if this fails: then the model must not be run before a later call has succeeded. The caller keeps passes out.
     pub fn renew(&self, layout: &Layout, trained: &dyn Trained, fingerprint: u64) -> Result<()> {
+        let live = || self.live.write().unwrap_or_else(PoisonError::into_inner);
+        live().fingerprint = fingerprint;
         let weights = weights(self.device(), self.spec(), layout, trained)?;
         let executor = match self.executor() {
             None => None,
@@ -69,7 +71,7 @@ impl Model {
                 kv: self.kv().cache(KvType::F16)?,
             })?)),
         };
-        *self.live.write().unwrap_or_else(PoisonError::into_inner) = Live {
+        *live() = Live {
             weights: Arc::new(weights),
             executor,
             fingerprint,

@@ -396,8 +396,10 @@ impl Trainer {
     ///
     /// Steps and passes of the model may run on different threads: a step waits for the pass that runs, passes wait for the step, and who has
     /// waited longer goes first; a prompt of several passes is thrown back by one step, and the next one waits for its end. A callback within
-    /// a pass that takes a step gets [`Busy`], and so does a callback within a step that runs the model. After a step that has changed weights, sequences run their tokens again when they next run, so that they go on as new ones with
-    /// the same tokens would. Without its trainer the model keeps the last weights.
+    /// a pass that takes a step gets [`Busy`], and so does a callback within a step that runs the model.
+    ///
+    /// After a step that has changed weights, sequences run their tokens again when they next run, so that they go on as new ones with the same
+    /// tokens would. Without its trainer the model keeps the last weights.
     ///
     /// [`Busy`]: crate::base::ErrorKind::Busy
     pub fn model(&self, source: &Source) -> Result<Arc<Served>> {

@@ -78,8 +78,8 @@ trains() {
 
 # Answers get better while the model that gives them is trained.
 reinforces() {
-    "$python" examples/python/reinforce.py "$model" "the sky" 40 >"$work/rewards" || return 1
-    awk 'NR <= 8 { first += $1 / 8 } NR > 32 { last += $1 / 8 } END { print first " of a reward, then " last; exit !(NR == 40 && last > first + 0.1) }' "$work/rewards"
+    "$python" examples/python/reinforce.py "$model" "the sky" 40 5e-3 >"$work/rewards" || return 1
+    awk 'NR <= 8 { first += $1 / 8 } NR > 32 { last += $1 / 8 } END { print first " of a reward, then " last; exit !(NR == 40 && last > first + 0.15) }' "$work/rewards"
 }
 
 # 40 questions at once, each answered.
