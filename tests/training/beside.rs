@@ -132,7 +132,7 @@ fn sessions_go_on_with_the_weights_after_a_step() {
         assert_eq!(as_fresh(&mut a, case).len(), before.len());
         assert_eq!((a.len(), a.tokens()[..40] == prompt), (45, true));
 
-        // What is asked first after a step may be anything.
+        // The first call after a step may be any.
         beside.step();
         let (mut cut, mut generates) = (a.fork().unwrap(), a.fork().unwrap());
         cut.truncate(33).unwrap();
