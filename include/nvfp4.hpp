@@ -1591,7 +1591,7 @@ public:
 
     /** A second owner of the same session; fork() makes another session. */
     Result<Session> clone() const { return again<Session>(); }
-    /** A second session in the same state. */
+    /** A second session in the same state. One that generates goes on, and its fork has the tokens so far. */
     Result<Session> fork() const
     {
         Session out;

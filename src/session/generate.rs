@@ -178,7 +178,11 @@ impl Session {
         let mut first = None;
         // Tokens that end the reasoning early; they are appended instead of sampled ones.
         let mut given = VecDeque::new();
+        let _forking = self.forks.begin();
         while out.tokens.len() < room {
+            if self.tokens.len() > self.cache.len() + 1 {
+                self.forks.set_busy_with(Some("runs a prompt"));
+            }
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
                 given.extend(end);
             }
@@ -193,6 +197,7 @@ impl Session {
                     session.chosen(&mut sampler, options, left, &mut drafts, &mut replayed)
                 }),
             };
+            self.forks.set_busy_with(None);
             let (token, log_probability) = match chosen {
                 Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
@@ -238,6 +243,7 @@ impl Session {
                 }
             };
             let mut named = Some(token);
+            let standing = self.forks.stand(self);
             broke = told.iter().any(|(part, text)| {
                 on_piece(Piece {
                     token: named.take(),
@@ -247,6 +253,7 @@ impl Session {
                 })
                 .is_break()
             });
+            drop(standing);
             if broke {
                 out.finish = Finish::Cancelled;
                 break;
@@ -325,6 +332,7 @@ impl Session {
             }
         }
         told.retain(|(_, text)| !text.is_empty());
+        let standing = self.forks.stand(self);
         let stopped = !broke
             && told.iter().any(|(part, text)| {
                 on_piece(Piece {
@@ -335,6 +343,7 @@ impl Session {
                 })
                 .is_break()
             });
+        drop(standing);
         if stopped {
             out.finish = Finish::Cancelled;
         }

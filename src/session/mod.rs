@@ -9,6 +9,7 @@ mod batch;
 mod chat;
 mod conversation;
 mod drafts;
+mod forks;
 mod generate;
 mod next;
 mod options;
@@ -33,6 +34,7 @@ pub use batch::{step, step_choose};
 pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
+pub use forks::{Forked, Forks};
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS};
 pub use queue::{
@@ -98,6 +100,7 @@ pub struct Session {
     pace: Pace,
     /// The session before the current call, which it goes back to if that fails.
     before: Option<Saved>,
+    forks: Arc<Forks<Session>>,
 }
 
 /// A snapshot of a session, to roll back to.
@@ -152,6 +155,7 @@ impl Session {
             seed: sampler::new_seed(),
             pace: Pace::default(),
             before: None,
+            forks: Arc::default(),
         })
     }
 
@@ -252,6 +256,11 @@ impl Session {
         self.truncate(0)
     }
 
+    /// Forks of this session while it generates, for other threads and for the callback.
+    pub fn forks(&self) -> &Arc<Forks<Session>> {
+        &self.forks
+    }
+
     /// A second session in the same state. The two share blocks of the cache until either writes to one.
     pub fn fork(&self) -> Result<Session> {
         let bytes = size_of_val(&*self.tokens)
@@ -263,6 +272,9 @@ impl Session {
         fork.tokens.clone_from(&self.tokens);
         fork.evicted = self.evicted;
         fork.cache = self.cache.clone();
+        // Tokens that a generation has verified ahead are not the session's yet.
+        fork.cache
+            .truncate(self.cache.len().min(self.tokens.len()))?;
         fork.next.clone_from(&self.next);
         fork.conversation = self.conversation.clone();
         fork.pace = self.pace.clone();
@@ -388,6 +400,7 @@ impl Session {
         // Dropping positions that the sequence before the call holds frees nothing.
         let kept = self.before.as_ref().map_or(0, |saved| saved.cache.len());
         self.next.forget();
+        self.forks.set_busy_with(Some("waits for memory"));
         self.model
             .make_way(&mut self.cache, kept, self.tokens.len() + 1)
     }
@@ -513,6 +526,12 @@ impl Session {
             self.go_back(saved);
         }
         result
+    }
+}
+
+impl Forked for Session {
+    fn fork(&self) -> Result<Session> {
+        Session::fork(self)
     }
 }
 

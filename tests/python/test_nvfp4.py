@@ -1600,6 +1600,22 @@ class EventLoops(unittest.TestCase):
             self.assertEqual((result.text, result.finish, result.generated_tokens, one.tokens),
                              (stream.result.text, "length", 40, two.tokens))
 
+    def test_forks(self):
+        """A session is forked after a token, by whoever reads its stream, and the fork goes on as it does."""
+        async def read(session, **options):
+            return [session.fork() async for _ in session.stream(**options)]
+
+        how = {**self.HOW, "temperature": 1.5, "seed": 3, "log_probabilities": True}
+        session, forks = self.session(5, is_private=True), []
+        for number, _ in enumerate(session.stream(**how)):
+            forks.append(session.fork())
+            self.assertEqual(len(forks[-1]), 3 + number + 1)
+        for fork in forks[::13] + asyncio.run(read(self.session(5), **how))[::13]:
+            self.assertEqual(fork.tokens, session.tokens[:len(fork)])
+            if len(fork) < len(session):
+                fork.generate(**{**how, "max_tokens": len(session) - len(fork)})
+            self.assertEqual(fork.tokens, session.tokens)
+
     def test_conversations(self):
         async def converse():
             chat = self.thinker.chat(system="Be brief.")

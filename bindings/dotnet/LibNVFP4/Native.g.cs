@@ -374,8 +374,9 @@ namespace LibNVFP4
         internal int KvType;
         // One of NVFP4_EVICTION_*. Default: error.
         internal int Eviction;
-        // Must be 0.
-        internal int Reserved;
+        // 1 keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For
+        // measurements, and where the time of a first token must not tell what others have asked. Default: 0.
+        internal int IsPrivate;
         // The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the model.
         internal UIntPtr Context;
         // Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
@@ -1588,6 +1589,10 @@ namespace LibNVFP4
         internal static extern int NVFP4_session_reset(SessionHandle session);
 
         // Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
+        //
+        // A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes
+        // on: the second session has the tokens so far, as if the generation had been cancelled then. This waits for the end of a step that
+        // runs. #NVFP4_BUSY if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_fork(SessionHandle session, out SessionHandle result);
 

@@ -831,7 +831,8 @@ class SessionOptions(Structure):
     - `struct_size`: sizeof(NVFP4_SessionOptions) as the caller knows it.
     - `kv_type`: One of NVFP4_KV_*. Default: half precision.
     - `eviction`: One of NVFP4_EVICTION_*. Default: error.
-    - `reserved`: Must be 0.
+    - `is_private`: 1 keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For
+      measurements, and where the time of a first token must not tell what others have asked. Default: 0.
     - `context`: The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the model.
     - `keep`: Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
     - `system`: The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied.
@@ -842,7 +843,7 @@ class SessionOptions(Structure):
         ("struct_size", c_uint32),
         ("kv_type", c_int32),
         ("eviction", c_int32),
-        ("reserved", c_int32),
+        ("is_private", c_int32),
         ("context", c_size_t),
         ("keep", c_size_t),
         ("system", c_void_p),
@@ -2132,6 +2133,10 @@ FUNCTIONS: Tuple[Function, ...] = (
         NVFP4_session_fork(NVFP4_Session *session, NVFP4_Session **out)
 
         Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
+
+        A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes on:
+        the second session has the tokens so far, as if the generation had been cancelled then. This waits for the end of a step that runs.
+        #NVFP4_BUSY if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
         """),
     Function("session_save", (c_void_p, c_void_p, c_size_t, c_void_p), Status, """
         NVFP4_session_save(NVFP4_Session *session, const char *path, size_t path_length, const NVFP4_CallOptions *call)

@@ -1002,8 +1002,11 @@ typedef struct NVFP4_SessionOptions {
     int32_t kv_type;
     /** One of NVFP4_EVICTION_*. Default: error. */
     int32_t eviction;
-    /** Must be 0. */
-    int32_t reserved;
+    /**
+     * 1 keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For measurements,
+     * and where the time of a first token must not tell what others have asked. Default: 0.
+     */
+    int32_t is_private;
     /**
      * The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the
      * model.
@@ -2591,7 +2594,13 @@ NVFP4_Status NVFP4_session_truncate(NVFP4_Session *session,
 /** Drops all tokens and the conversation. The options stay. */
 NVFP4_API NVFP4_Status NVFP4_session_reset(NVFP4_Session *session);
 
-/** Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it. */
+/**
+ * Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
+ *
+ * A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes on: the
+ * second session has the tokens so far, as if the generation had been cancelled then. This waits for the end of a step that runs. #NVFP4_BUSY
+ * if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
+ */
 NVFP4_API
 NVFP4_Status NVFP4_session_fork(NVFP4_Session *session,
                                 NVFP4_Session **out);
