@@ -2455,7 +2455,7 @@ public:
     {
         return check(NVFP4_trainer_export_adapter(get(), path.data(), path.size(), base.data(), base.size(), replace, call));
     }
-    /** The model under training, in the trainer's memory. It ends with the next step that changes weights. */
+    /** The model under training, in the trainer's memory. It follows each step, and its sessions go on with the new weights. */
     Result<Model> model(const NVFP4_CallOptions *call = nullptr)
     {
         Model out;

@@ -44,9 +44,9 @@ layout!(NVFP4_Plan, 160, struct_size: 0, device_type: 4, device_index: 8, reserv
     workspace_host_bytes: 72, graph_bytes_bound: 80, kv_bytes_per_token: 88, kv_block_bytes: 96, kv_block_positions: 104,
     state_bytes: 112, kv_bytes_per_sequence: 120, state_bytes_per_sequence: 128, kv_bytes: 136, free_bytes: 144,
     sequences_that_fit: 152);
-layout!(NVFP4_ModelStatistics, 128, struct_size: 0, reserved: 4, passes: 8, requests: 16, prompt_tokens: 24, prompt_tokens_found: 32,
+layout!(NVFP4_ModelStatistics, 136, struct_size: 0, reserved: 4, passes: 8, requests: 16, prompt_tokens: 24, prompt_tokens_found: 32,
     step_tokens: 40, generating: 48, waiting: 56, blocks_used: 64, used_bytes: 72, blocks_cached: 80, cached_bytes: 88,
-    blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112, preemptions: 120);
+    blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112, preemptions: 120, recomputed_tokens: 128);
 layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
     calibrate: 32);
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,

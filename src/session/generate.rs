@@ -116,7 +116,6 @@ impl Session {
     ) -> Result<Generation> {
         self.or_cancelled(options, |session| {
             session.model.check_tokens(prompt)?;
-            let _held = session.model.hold()?;
             session.follow_drafts(options)?;
             session.check_held(options, false)?;
             session.undone_on_error(|session| {
