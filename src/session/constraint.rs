@@ -129,10 +129,10 @@ impl Constraint {
 
     /// Decides how the next token comes about. `stage` is what it belongs to.
     pub(super) fn next(&mut self, model: &Served, stage: AnswerStage<'_>) -> Result<Next> {
-        if self.phase == Phase::Before {
-            if let Some(next) = self.before(model, stage)? {
-                return Ok(next);
-            }
+        if self.phase == Phase::Before
+            && let Some(next) = self.before(model, stage)?
+        {
+            return Ok(next);
         }
         let state = started(&mut self.state, &self.grammar)?;
         if self.phase == Phase::Held {
