@@ -430,7 +430,7 @@ extern "C" {
 /** Nothing has ended the text yet. */
 #define NVFP4_FINISH_NONE -1
 
-/** A stop token ended the text. */
+/** A stop token ended the text, or nothing can follow it in its grammar. */
 #define NVFP4_FINISH_STOP 0
 
 /** A stop string ended the text. */
@@ -2482,8 +2482,8 @@ NVFP4_Status NVFP4_model_convert(const char *source,
 NVFP4_API NVFP4_Status NVFP4_grammar_options_init(NVFP4_GrammarOptions *options, uint32_t struct_size);
 
 /**
- * Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes some
- * tenths of a second and is kept with the model.
+ * Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes up to
+ * some seconds for a large one and is kept with the model.
  *
  * A grammar that takes more than 100 ms of a processor's time or 64 MB of memory to compile is refused, and one that no text fits, as
  * far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular expression,

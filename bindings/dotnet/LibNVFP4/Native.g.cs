@@ -1509,7 +1509,7 @@ namespace LibNVFP4
         internal static extern int NVFP4_grammar_options_init(NativeGrammarOptions* options, uint structSize);
 
         // Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes
-        // some tenths of a second and is kept with the model.
+        // up to some seconds for a large one and is kept with the model.
         //
         // A grammar that takes more than 100 ms of a processor's time or 64 MB of memory to compile is refused, and one that no text fits,
         // as far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular

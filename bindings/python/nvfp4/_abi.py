@@ -252,7 +252,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
     "finish": {
         # Nothing has ended the text yet.
         "none": -1,
-        # A stop token ended the text.
+        # A stop token ended the text, or nothing can follow it in its grammar.
         "stop": 0,
         # A stop string ended the text.
         "stop_string": 1,
@@ -2058,8 +2058,8 @@ FUNCTIONS: Tuple[Function, ...] = (
     Function("grammar_create", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p), Status, """
         NVFP4_grammar_create(const NVFP4_Model *model, const NVFP4_GrammarOptions *options, const char *text, size_t length, NVFP4_Grammar **out)
 
-        Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes some
-        tenths of a second and is kept with the model.
+        Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes up
+        to some seconds for a large one and is kept with the model.
 
         A grammar that takes more than 100 ms of a processor's time or 64 MB of memory to compile is refused, and one that no text fits, as
         far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular
