@@ -430,7 +430,7 @@ extern "C" {
 /** Nothing has ended the text yet. */
 #define NVFP4_FINISH_NONE -1
 
-/** A stop token ended the text. */
+/** A stop token ended the text, or nothing can follow it in its grammar. */
 #define NVFP4_FINISH_STOP 0
 
 /** A stop string ended the text. */

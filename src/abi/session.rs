@@ -372,7 +372,7 @@ impl NVFP4_GenerateOptions {
 
 /// Nothing has ended the text yet.
 pub const NVFP4_FINISH_NONE: i32 = -1;
-/// A stop token ended the text.
+/// A stop token ended the text, or nothing can follow it in its grammar.
 pub const NVFP4_FINISH_STOP: i32 = 0;
 /// A stop string ended the text.
 pub const NVFP4_FINISH_STOP_STRING: i32 = 1;

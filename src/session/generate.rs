@@ -216,7 +216,9 @@ impl Session {
             }
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
                 given.extend(end);
-                held.as_mut().map(Constraint::close_reasoning);
+                if let Some(held) = &mut held {
+                    held.close_reasoning();
+                }
             }
             let mut is_masked = false;
             if let (true, Some(held)) = (given.is_empty(), &mut held) {

@@ -97,7 +97,7 @@ impl GenerateOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Finish {
-    /// A stop token.
+    /// A stop token, or the end of a text that is held to a grammar.
     Stop,
     /// A stop string.
     StopString,

@@ -25,6 +25,7 @@ static float values[SIDE * SIDE];
 static NVFP4_Model *model;
 static NVFP4_Session *session, *restored, *chatting;
 static NVFP4_Tensor *input;
+static NVFP4_Grammar *grammar;
 
 static NVFP4_Status load(void)
 {
@@ -83,6 +84,26 @@ static NVFP4_Status generate(void)
     return NVFP4_session_generate(session, &options, NULL, NULL, NULL);
 }
 
+static NVFP4_Status compile(void)
+{
+    static const char schema[] =
+        "{\"type\": \"object\", \"properties\": {\"name\": {\"type\": \"string\", \"maxLength\": 20}, \"age\": {\"type\": \"integer\"},"
+        " \"kind\": {\"enum\": [\"one\", \"two\"]}}, \"required\": [\"name\", \"age\", \"kind\"], \"additionalProperties\": false}";
+    return NVFP4_grammar_create(model, NULL, schema, strlen(schema), &grammar);
+}
+
+static NVFP4_Status hold(void)
+{
+    NVFP4_GenerateOptions options;
+    NVFP4_Status status = NVFP4_generate_options_init(&options, sizeof options);
+    if (status != NVFP4_OK)
+        return status;
+    options.max_tokens = 40;
+    options.temperature = 0.7f;
+    options.grammar = grammar;
+    return NVFP4_session_generate(session, &options, NULL, NULL, NULL);
+}
+
 static NVFP4_Status chat(void)
 {
     NVFP4_GenerateOptions options;
@@ -134,8 +155,8 @@ static const struct {
 } calls[] = {
     {"diagnose", diagnose}, {"lend a tensor", lend},    {"quantize", quantize}, {"load", load},
     {"create", create},     {"tokenize", tokenize},     {"detokenize", detokenize}, {"render", render},
-    {"prefill", prefill},   {"generate", generate},     {"chat", chat},         {"save", save},
-    {"restore", restore},
+    {"prefill", prefill},   {"generate", generate},     {"chat", chat},         {"compile", compile},
+    {"hold", hold},         {"save", save},             {"restore", restore},
 };
 enum { CALLS = sizeof calls / sizeof *calls };
 

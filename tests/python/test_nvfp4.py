@@ -1832,7 +1832,8 @@ class Copies(unittest.TestCase):
         objects = [
             (model, "Model(path)", "Model(path)"), (session, "fork()", "Session.restore"), (model.chat(), "fork()", "Session.restore"),
             (model.tokenizer, "any thread", "Tokenizer(path)"), (session.stream(), "pieces", "pieces"), (nvfp4.Cancel(), "same Cancel", "Event"),
-            (nvfp4.Detokenizer(model), "Detokenizer(model", "Detokenizer(model"), (numbers, "to('cpu')", "numpy("),
+            (nvfp4.Detokenizer(model), "Detokenizer(model", "Detokenizer(model"),
+            (nvfp4.Grammar.regex(model, "a"), "any thread", "each process"), (numbers, "to('cpu')", "numpy("),
             (nvfp4.Weight(quantized), "any thread", "each process"), (trainer, "Trainer.resume", "Trainer.resume"),
             (data, "any thread", "each process"),
             (nvfp4.Optimizer(numbers), "Optimizer.restore", "Optimizer.restore")]

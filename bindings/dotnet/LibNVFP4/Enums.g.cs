@@ -277,7 +277,7 @@ namespace LibNVFP4
     {
         /// <summary>Nothing has ended the text yet.</summary>
         None = -1,
-        /// <summary>A stop token ended the text.</summary>
+        /// <summary>A stop token ended the text, or nothing can follow it in its grammar.</summary>
         Stop = 0,
         /// <summary>A stop string ended the text.</summary>
         StopString = 1,

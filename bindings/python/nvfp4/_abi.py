@@ -252,7 +252,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
     "finish": {
         # Nothing has ended the text yet.
         "none": -1,
-        # A stop token ended the text.
+        # A stop token ended the text, or nothing can follow it in its grammar.
         "stop": 0,
         # A stop string ended the text.
         "stop_string": 1,

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Optional, Pro
 
 from . import _types
 from ._types import *
-from ._types import ConvertOptions as ConvertOptions, OptimizerOptions as OptimizerOptions, QuantizeOptions as QuantizeOptions
-from ._types import PlanOptions as PlanOptions, QueueOptions as QueueOptions, SessionOptions as SessionOptions, SubmitOptions as SubmitOptions
+from ._types import ConvertOptions as ConvertOptions, GrammarOptions as GrammarOptions, OptimizerOptions as OptimizerOptions
+from ._types import PlanOptions as PlanOptions, QuantizeOptions as QuantizeOptions, QueueOptions as QueueOptions
+from ._types import SessionOptions as SessionOptions, SubmitOptions as SubmitOptions
 
 if TYPE_CHECKING:
     from .models import Grammar
