@@ -38,7 +38,7 @@ pub const NVFP4_GRAMMAR_LARK: i32 = 2;
 /// Texts of which one is generated, as a JSON array of strings.
 pub const NVFP4_GRAMMAR_CHOICES: i32 = 3;
 
-/// What a grammar is made of. Fill with NVFP4_grammar_options_init(), then change what is to differ.
+/// Kind of a grammar's source. Fill with NVFP4_grammar_options_init(), then change what is to differ.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NVFP4_GrammarOptions {

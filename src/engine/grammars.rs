@@ -1,4 +1,4 @@
-//! What a served model keeps for grammars: its vocabulary, and the grammars of tool calls that were used last.
+//! Cache of a served model for grammars: its vocabulary, and the grammars of the tool calls that were used last.
 
 use std::sync::{Arc, Mutex};
 

@@ -679,7 +679,7 @@ mod tests {
         let greedy = SamplingOptions::default();
         let logits = [1.0, f32::NAN, 3.0];
         let within = |mask: &[u32]| chosen_within(&greedy, &logits, &[], mask, 0);
-        // What is excluded may be anything.
+        // Excluded logits may be anything.
         assert_eq!(within(&[0b101]).unwrap(), 2);
         assert!(within(&[0b010]).unwrap_err().message().contains("token 1"));
         for none in [&[][..], &[0b1000]] {

@@ -73,7 +73,7 @@ impl Answer {
         self.take(events)
     }
 
-    /// What the next text is.
+    /// Stage of the answer that the next text belongs to.
     pub(super) fn stage(&self) -> AnswerStage<'_> {
         self.parser.stage()
     }

@@ -28,7 +28,7 @@ pub(super) struct Constraint {
     grammar: Arc<Grammar>,
     scope: Scope,
     phase: Phase,
-    /// The state of what is held; `None` before it begins.
+    /// State of the held part; `None` before it begins.
     state: Option<GrammarState>,
     mask: Vec<u32>,
     /// Tokens that end the text, of the model and of the options.
@@ -49,9 +49,9 @@ enum Scope {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// What is held has not begun.
+    /// The held part has not begun.
     Before,
-    /// The next token begins either reasoning or what is held.
+    /// The next token begins either reasoning or the held part.
     Open,
     Held,
 }
@@ -148,7 +148,7 @@ impl Constraint {
         self.choose()
     }
 
-    /// Decides that for a token before what is held; `None` if it may begin that, which the phase then says.
+    /// As [`next`](Self::next) for a token before the held part; `None` if the token may begin that part, which the phase then says.
     fn before(&mut self, model: &Served, stage: AnswerStage<'_>) -> Result<Option<Next>> {
         let begins = self.scope != Scope::Calls { first: false };
         let given = |tokens: &[u32]| match tokens {
@@ -194,7 +194,7 @@ impl Constraint {
         Ok(Some(Next::Free))
     }
 
-    /// What follows where the grammar allows nothing more.
+    /// The next step where the grammar allows nothing more.
     fn over(&mut self) -> Next {
         match self.scope {
             Scope::Content => Next::Over,
@@ -307,7 +307,7 @@ impl Constraint {
     }
 }
 
-/// The state of what is held, which begins now if it has not.
+/// State of the held part, which begins now if it has not.
 fn started<'a>(
     state: &'a mut Option<GrammarState>,
     grammar: &Grammar,

@@ -14,7 +14,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// Longest wait for the end of a step.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What can be forked.
+/// A value that can be forked.
 pub trait Forked: Sized {
     /// A second one in the same state.
     fn fork(&self) -> Result<Self>;
@@ -41,7 +41,7 @@ struct Generation<S> {
     process: u32,
     /// The session, while it stands still.
     lent: Option<Lent<S>>,
-    /// What keeps it from its next token for longer than a step takes.
+    /// The reason why its next token takes longer than a step.
     busy_with: Option<&'static str>,
 }
 
@@ -164,7 +164,7 @@ impl<S: Forked> Forks<S> {
         }
     }
 
-    /// What keeps the generation from its next token from now on; `None` for a step. Callers that wait are told.
+    /// Sets the reason why the next token takes longer than a step, which callers that wait are told; `None` for a step.
     pub(super) fn set_busy_with(&self, what: Option<&'static str>) {
         if let Some(own) = &mut self.state().generation {
             own.busy_with = what;

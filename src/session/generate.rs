@@ -447,7 +447,7 @@ impl Session {
     }
 }
 
-/// What the next token belongs to.
+/// Stage of the answer that the next token belongs to.
 fn stage(answer: &Option<Answer>) -> AnswerStage<'_> {
     answer.as_ref().map_or(AnswerStage::Content, Answer::stage)
 }

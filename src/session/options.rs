@@ -9,7 +9,7 @@ use crate::engine::Served;
 use crate::model::SamplingOptions;
 use crate::text::Grammar;
 
-/// Which tool calls of an answer are held to the schemas of the tools that the chat offers.
+/// Policy for holding the tool calls of an answer to the schemas of the tools that the chat offers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ToolCalls {
     /// None: the model writes what it likes.

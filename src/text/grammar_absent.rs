@@ -9,7 +9,7 @@ use crate::base::error::bail;
 
 pub use super::grammar_source::GrammarSource;
 
-/// The vocabulary of grammars, of which there is none in this build.
+/// The vocabulary of grammars. This build has none.
 #[derive(Debug)]
 pub struct GrammarVocabulary(Infallible);
 
@@ -33,7 +33,7 @@ impl GrammarVocabulary {
     }
 }
 
-/// A grammar, of which there is none in this build.
+/// A grammar. This build has none.
 #[derive(Debug)]
 pub struct Grammar(Infallible);
 

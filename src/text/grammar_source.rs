@@ -1,4 +1,4 @@
-//! What a grammar is made of, with the feature `grammar` and without it.
+//! Sources of grammars, with the feature `grammar` and without it.
 
 use serde_json::{Map, Value, json};
 
@@ -20,7 +20,7 @@ pub enum GrammarSource<'a> {
 }
 
 impl GrammarSource<'_> {
-    /// What it is, in messages.
+    /// Its kind, in messages.
     pub fn name(&self) -> &'static str {
         match self {
             GrammarSource::JsonSchema(_) => "JSON schema",

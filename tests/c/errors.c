@@ -969,7 +969,7 @@ static void grammars(NVFP4_Model *model)
     CHECK(none == NULL);
     OK(NVFP4_grammar_create(model, &options, "[\"a\"]", 5, &grammar));
 
-    /* What chooses single tokens takes none, and neither does a generation that is no chat hold tool calls. */
+    /* Functions that choose single tokens take no grammar, and only a chat holds tool calls. */
     NVFP4_Session *session = NULL;
     NVFP4_Detokenizer *detokenizer = NULL;
     NVFP4_GenerateOptions how;

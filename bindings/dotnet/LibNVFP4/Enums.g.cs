@@ -293,7 +293,7 @@ namespace LibNVFP4
         Deadline = 5,
     }
 
-    /// <summary>Which tool calls of an answer are held to their tools' schemas.</summary>
+    /// <summary>Policy for holding tool calls of an answer to their tools' schemas.</summary>
     public enum ToolCalls
     {
         /// <summary>The model writes tool calls as it likes.</summary>
@@ -307,7 +307,7 @@ namespace LibNVFP4
         Required = 2,
     }
 
-    /// <summary>What a grammar is made of.</summary>
+    /// <summary>Kind of a grammar's source.</summary>
     public enum GrammarKind
     {
         /// <summary>

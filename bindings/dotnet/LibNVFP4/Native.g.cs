@@ -364,7 +364,7 @@ namespace LibNVFP4
         internal NativeCalibrateOptions* Calibrate;
     }
 
-    // What a grammar is made of. Fill with NVFP4_grammar_options_init(), then change what is to differ.
+    // Kind of a grammar's source. Fill with NVFP4_grammar_options_init(), then change what is to differ.
     [StructLayout(LayoutKind.Sequential)]
     internal unsafe struct NativeGrammarOptions
     {

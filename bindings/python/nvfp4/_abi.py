@@ -266,7 +266,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # The deadline of a generation in a queue has passed. Tokens are kept as for #NVFP4_FINISH_CANCELLED.
         "deadline": 5,
     },
-    # Which tool calls of an answer are held to their tools' schemas.
+    # Policy for holding tool calls of an answer to their tools' schemas.
     "tool_calls": {
         # The model writes tool calls as it likes.
         "free": 0,
@@ -275,7 +275,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # As held, and the content of the answer begins with a call.
         "required": 2,
     },
-    # What a grammar is made of.
+    # Kind of a grammar's source.
     "grammar": {
         # A JSON schema, of draft 2020-12 or an earlier one that it names. The text is one line of JSON with a space after each comma and
         # colon.
@@ -849,7 +849,7 @@ class ConvertOptions(Structure):
 
 class GrammarOptions(Structure):
     """
-    What a grammar is made of. Fill with NVFP4_grammar_options_init(), then change what is to differ.
+    Kind of a grammar's source. Fill with NVFP4_grammar_options_init(), then change what is to differ.
 
     - `struct_size`: sizeof(NVFP4_GrammarOptions) as the caller knows it.
     - `kind`: One of NVFP4_GRAMMAR_*. Default: a JSON schema.

@@ -37,9 +37,9 @@ KvType = Literal["float16", "float32", "float8"]
 Eviction = Literal["error", "drop_oldest"]
 # Why a generation ended.
 Finish = Literal["stop", "stop_string", "length", "context", "cancelled", "deadline"]
-# Which tool calls of an answer are held to their tools' schemas.
+# Policy for holding tool calls of an answer to their tools' schemas.
 ToolCalls = Literal["free", "held", "required"]
-# What a grammar is made of.
+# Kind of a grammar's source.
 GrammarKind = Literal["json_schema", "regex", "lark", "choices"]
 # Kinds of text in an answer.
 Part = Literal["content", "reasoning", "tool_call"]
@@ -158,7 +158,7 @@ class ConvertOptions(TypedDict, total=False):
 
 
 class GrammarOptions(TypedDict, total=False):
-    """What a grammar is made of."""
+    """Kind of a grammar's source."""
 
     # One of GrammarKind. Default: a JSON schema.
     kind: GrammarKind

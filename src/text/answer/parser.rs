@@ -16,7 +16,7 @@ pub enum Event {
     ToolCall(ToolCall),
 }
 
-/// What the next text of an answer is.
+/// Stage of an answer, by its next text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerStage<'a> {
     /// Reasoning or content.
@@ -190,7 +190,7 @@ impl AnswerParser {
         matches!(self.stage, Stage::Reasoning)
     }
 
-    /// What the next text is.
+    /// The stage of the next text.
     pub fn stage(&self) -> AnswerStage<'_> {
         match self.stage {
             Stage::Undecided(_) => AnswerStage::Undecided,

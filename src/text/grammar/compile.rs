@@ -138,7 +138,7 @@ fn built(vocabulary: &GrammarVocabulary, source: Owned) -> Result<TokenParser> {
         }
     })?;
     parser.start_without_prompt();
-    // What comes first shows whether anything does, and prepares the parser for it.
+    // The first mask shows whether any text fits, and prepares the parser for it.
     let is_over = parser.check_stop().is_ok_and(|is_over| is_over);
     if !is_over && let Err(e) = parser.compute_mask() {
         let message = one_line(&e.to_string());

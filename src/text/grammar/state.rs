@@ -22,7 +22,7 @@ const LARGEST_KEPT: usize = 4 << 20;
 pub(super) struct Beginnings {
     /// Nobody runs it; a state takes a copy.
     first: TokenParser,
-    /// Those of ended texts, whose automata have grown and need not grow again.
+    /// Parsers of ended texts: their automata have grown and need not grow again.
     kept: Mutex<Vec<TokenParser>>,
 }
 

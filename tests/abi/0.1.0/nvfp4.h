@@ -1018,7 +1018,7 @@ typedef struct NVFP4_ConvertOptions {
     const NVFP4_CalibrateOptions *calibrate;
 } NVFP4_ConvertOptions;
 
-/** What a grammar is made of. Fill with NVFP4_grammar_options_init(), then change what is to differ. */
+/** Kind of a grammar's source. Fill with NVFP4_grammar_options_init(), then change what is to differ. */
 typedef struct NVFP4_GrammarOptions {
     /** sizeof(NVFP4_GrammarOptions) as the caller knows it. */
     uint32_t struct_size;
