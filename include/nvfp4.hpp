@@ -1591,7 +1591,7 @@ public:
 
     /** A second owner of the same session; fork() makes another session. */
     Result<Session> clone() const { return again<Session>(); }
-    /** A second session in the same state. */
+    /** A second session in the same state. One that generates goes on, and its fork has the tokens so far. */
     Result<Session> fork() const
     {
         Session out;
@@ -2455,7 +2455,7 @@ public:
     {
         return check(NVFP4_trainer_export_adapter(get(), path.data(), path.size(), base.data(), base.size(), replace, call));
     }
-    /** The model under training, in the trainer's memory. It ends with the next step that changes weights. */
+    /** The model under training, in the trainer's memory. It follows each step, and its sessions go on with the new weights. */
     Result<Model> model(const NVFP4_CallOptions *call = nullptr)
     {
         Model out;

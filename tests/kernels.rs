@@ -219,8 +219,12 @@ fn spills(usage: &Usage) -> Option<String> {
 }
 
 fn check(target: &str) {
+    check_units(target, |_| true);
+}
+
+fn check_units(target: &str, is_due: impl Fn(&Unit) -> bool) {
     let mut complaints = String::new();
-    for unit in Unit::for_target(target) {
+    for unit in Unit::for_target(target).filter(is_due) {
         let Some((image, report)) = compile(unit, target) else {
             return;
         };
@@ -269,14 +273,23 @@ fn check(target: &str) {
     assert!(complaints.is_empty(), "for {target}:\n{complaints}");
 }
 
-/// Architectures that are checked where tests are long, because each takes three minutes: the others compile every branch of the sources,
-/// but for the number of blocks in `rms_norm.cu`.
-const LONG: &[&str] = &["sm_86", "sm_89", "sm_103a", "sm_120a"];
+/// Architectures that are checked with all units only where tests are long, because each takes three minutes. Beside the others they have
+/// branches of their own in the units here, but for the number of blocks in `rms_norm.cu`.
+const LONG: &[(&str, &[Unit])] = &[
+    ("sm_86", &[]),
+    ("sm_89", &[]),
+    ("sm_100a", &[Unit::MambaScan, Unit::AdamW, Unit::LinearInt8]),
+    ("sm_103a", &[]),
+    ("sm_120a", &[]),
+];
 
 fn check_if_due(target: &str) {
-    match LONG.contains(&target) && !env::tests_are_long() {
-        true => println!("{target} is checked where NVFP4_LONG is set"),
-        false => check(target),
+    match LONG.iter().find(|(long, _)| *long == target) {
+        Some((_, own)) if !env::tests_are_long() => {
+            println!("{target} is checked with all units where NVFP4_LONG is set");
+            check_units(target, |unit| own.contains(unit));
+        }
+        _ => check(target),
     }
 }
 

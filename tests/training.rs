@@ -4,6 +4,8 @@
 mod adapters;
 #[path = "training/beginning.rs"]
 mod beginning;
+#[path = "training/beside.rs"]
+mod beside;
 #[path = "training/calibrate.rs"]
 mod calibrate;
 #[path = "training/exact.rs"]
@@ -746,8 +748,7 @@ fn logits_of(model: &Served, tokens: &[u32]) -> Result<Vec<f32>> {
     Ok(logits)
 }
 
-/// The model on live weights has the bits of the model that is exported and loaded, takes no memory for matrices, and ends with the next
-/// step; it and the step keep out of each other's way.
+/// The model on live weights has the bits of the model that is exported and loaded, takes no memory for matrices, and follows the next step.
 #[test]
 fn the_model_runs_on_the_weights_that_are_trained() {
     let device = Device::cpu(Some(2)).unwrap();
@@ -777,40 +778,40 @@ fn the_model_runs_on_the_weights_that_are_trained() {
         trainer.step(&[batch.batch()]).unwrap();
         let model = trainer.model(&source).unwrap();
         assert!(std::ptr::eq(&*model, &*trainer.model(&source).unwrap()));
-        let live = logits_of(&model, &batch.tokens).unwrap();
-        let folder = Folder::new();
-        let place = folder.0.join("model");
-        trainer
-            .export_directory(&source, &place, Tables::Auto, false)
-            .unwrap();
-        let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
-        // All tokens at once, and one, as it is decoded.
-        for tokens in [&batch.tokens[..], &batch.tokens[..1]] {
-            let live = logits_of(&model, tokens).unwrap();
-            let loaded = logits_of(&loaded, tokens).unwrap();
-            let live_f64: Vec<f64> = live.iter().map(|&v| f64::from(v)).collect();
-            // Norms that files hold less one have been rounded there: one unit in the last place, over 13 norms.
-            let bound = match source.spec().norm_plus_one {
-                true => 1e-6,
-                false => 0.0,
-            };
-            let error = relative_error(&live_f64, &loaded);
-            assert!(error <= bound, "{name}: {error:e} off the exported model");
-        }
+        let mut before = Vec::new();
+        for steps in 1..3 {
+            let folder = Folder::new();
+            let place = folder.0.join("model");
+            trainer
+                .export_directory(&source, &place, Tables::Auto, false)
+                .unwrap();
+            let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
+            // All tokens at once, and one, as it is decoded.
+            for tokens in [&batch.tokens[..], &batch.tokens[..1]] {
+                let live = logits_of(&model, tokens).unwrap();
+                let loaded = logits_of(&loaded, tokens).unwrap();
+                let live_f64: Vec<f64> = live.iter().map(|&v| f64::from(v)).collect();
+                // Norms that files hold less one have been rounded there: one unit in the last place, over 13 norms.
+                let bound = match source.spec().norm_plus_one {
+                    true => 1e-6,
+                    false => 0.0,
+                };
+                let error = relative_error(&live_f64, &loaded);
+                assert!(error <= bound, "{name}: {error:e} off the exported model");
+            }
+            let live = logits_of(&model, &batch.tokens).unwrap();
+            assert_ne!(live, before, "{name}");
+            before = live;
 
-        let held = model.hold().unwrap();
-        let busy = trainer.step(&[batch.batch()]).unwrap_err();
-        assert_eq!(busy.kind(), ErrorKind::Busy, "{busy}");
-        drop(held);
-        assert_eq!(trainer.steps(), 1);
-        trainer.step(&[batch.batch()]).unwrap();
-        let stale = logits_of(&model, &batch.tokens).unwrap_err();
-        assert!(
-            stale.message().contains("ask the trainer for its model"),
-            "{stale}"
-        );
-        let next = trainer.model(&source).unwrap();
-        assert_ne!(live, logits_of(&next, &batch.tokens).unwrap());
+            // The thread that runs the model takes no step.
+            let held = model.hold().unwrap();
+            let busy = trainer.step(&[batch.batch()]).unwrap_err();
+            assert_eq!(busy.kind(), ErrorKind::Busy, "{busy}");
+            drop(held);
+            assert_eq!(trainer.steps(), steps);
+            trainer.step(&[batch.batch()]).unwrap();
+            assert!(std::ptr::eq(&*model, &*trainer.model(&source).unwrap()));
+        }
     }
 }
 
@@ -858,6 +859,6 @@ fn a_step_that_does_not_happen_changes_nothing() {
             assert!(model.hold().is_ok());
             ended += 1;
         }
-        assert!(ended > 1 && model.hold().is_err());
+        assert!(ended > 1 && model.hold().is_ok());
     }
 }

@@ -83,7 +83,7 @@ static NVFP4_MicroBatch batch_of(const int32_t *tokens, size_t count, size_t ste
     return batch;
 }
 
-/* Some words of the model as it is now. It runs on the memory that is trained, and the next step ends it. */
+/* Some words of the model as it is now. It runs on the memory that is trained. */
 static void speak(NVFP4_Trainer *trainer, const int32_t *tokens)
 {
     NVFP4_Model *model = NULL;

@@ -159,11 +159,15 @@ pub struct NVFP4_ModelStatistics {
     pub free_bytes: u64,
     /// Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
     pub preemptions: u64,
+    /// Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights: see NVFP4_trainer_model().
+    /// They count as prompt tokens too.
+    pub recomputed_tokens: u64,
 }
 
 // SAFETY: integers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_ModelStatistics {
     const NAME: &'static str = "NVFP4_ModelStatistics";
+    const EARLIER: &'static [usize] = &[128];
     fn defaults() -> Self {
         NVFP4_ModelStatistics {
             struct_size: size_of::<Self>() as u32,
@@ -183,6 +187,7 @@ unsafe impl Growing for NVFP4_ModelStatistics {
             reserved_bytes: 0,
             free_bytes: 0,
             preemptions: 0,
+            recomputed_tokens: 0,
         }
     }
 }
@@ -639,6 +644,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_statistics(
             reserved_bytes: now.reserved_bytes as u64,
             free_bytes: now.free_bytes as u64,
             preemptions: now.preemptions,
+            recomputed_tokens: now.recomputed_tokens,
             ..NVFP4_ModelStatistics::defaults()
         });
         Ok(())

@@ -9,6 +9,7 @@ use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use super::arguments::{
     self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
@@ -24,14 +25,17 @@ use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{Result, bail};
 use crate::base::lock::lock;
 use crate::base::memory::copied;
-use crate::base::{Error, call};
+use crate::base::{Error, ErrorKind, call};
 use crate::engine::Served;
 use crate::session::{
-    self, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
+    self, Eviction, Finish, Forks, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
     SamplingOptions, SessionOptions, Submitted, ToolCalls,
 };
 use crate::text::{Grammar, Message, ToolCall, messages_to_json};
 use serde_json::Value;
+
+/// Longest time from the last step of a generation to the end of its call.
+const END_OF_CALL: Duration = Duration::from_millis(20);
 
 /// A session. See the session chapter.
 pub struct NVFP4_Session {
@@ -41,6 +45,7 @@ pub struct NVFP4_Session {
 /// A session, with the state that may be read while a call uses it.
 pub(super) struct Session {
     state: Arc<Exclusive<State>>,
+    forks: Arc<Forks<session::Session>>,
     context: usize,
     /// The last generation of it that was submitted to a queue, which ends with its handle.
     submitted: Mutex<Option<Submitted>>,
@@ -128,8 +133,9 @@ pub struct NVFP4_SessionOptions {
     pub kv_type: i32,
     /// One of NVFP4_EVICTION_*. Default: error.
     pub eviction: i32,
-    /// Must be 0.
-    pub reserved: i32,
+    /// 1 keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For measurements,
+    /// and where the time of a first token must not tell what others have asked. Default: 0.
+    pub is_private: i32,
     /// The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the
     /// model.
     pub context: usize,
@@ -149,7 +155,7 @@ unsafe impl Growing for NVFP4_SessionOptions {
             struct_size: size_of::<Self>() as u32,
             kv_type: NVFP4_KV_FLOAT16,
             eviction: NVFP4_EVICTION_ERROR,
-            reserved: 0,
+            is_private: 0,
             context: 0,
             keep: 0,
             system: std::ptr::null(),
@@ -162,7 +168,6 @@ impl NVFP4_SessionOptions {
     /// # Safety
     /// The text must be readable.
     unsafe fn read(&self) -> Result<SessionOptions> {
-        reserved(self, self.reserved)?;
         // SAFETY: promised by the caller.
         let system = unsafe { text("system", self.system, self.system_length) }?;
         let drop_oldest = Eviction::DropOldest { keep: self.keep };
@@ -180,7 +185,7 @@ impl NVFP4_SessionOptions {
                     (NVFP4_EVICTION_DROP_OLDEST, "drop oldest", drop_oldest),
                 ],
             )?,
-            private: false,
+            private: flag("is_private", self.is_private)?,
         })
     }
 }
@@ -522,6 +527,7 @@ fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
 fn insert(session: session::Session) -> *mut NVFP4_Session {
     handle::insert(Arc::new(Session {
         context: session.context(),
+        forks: session.forks().clone(),
         state: Arc::new(Exclusive::new(State {
             session,
             text: String::new(),
@@ -1000,6 +1006,11 @@ pub unsafe extern "C-unwind" fn NVFP4_session_reset(session: *mut NVFP4_Session)
 }
 
 /// Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
+///
+/// A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes on: the
+/// second session has the tokens so far, as if the generation had been cancelled then, and not what options of it, such as a grammar, know of
+/// them. This waits for the end of a step that runs. #NVFP4_BUSY
+/// if any other call uses the session, and while it runs a prompt or waits for memory or for its turn in a queue.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_session_fork(
     session: *mut NVFP4_Session,
@@ -1008,11 +1019,29 @@ pub unsafe extern "C-unwind" fn NVFP4_session_fork(
     enter("NVFP4_session_fork", || {
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("out", out) }?;
-        with(session, |state| {
-            out.set(insert(state.session.fork()?));
-            Ok(())
-        })
+        out.set(insert(fork(session)?));
+        Ok(())
     })
+}
+
+/// Forks a session that nothing uses, or that generates. A generation that ends meanwhile uses it for a moment longer.
+fn fork(handle: *const NVFP4_Session) -> Result<session::Session> {
+    let until = Instant::now() + END_OF_CALL;
+    loop {
+        let object = handle::get::<Session>("session", handle)?;
+        match object.state.take("session") {
+            Err(e) if e.kind() == ErrorKind::Busy => {
+                if let Some(fork) = object.forks.fork()? {
+                    return Ok(fork);
+                }
+                if Instant::now() >= until {
+                    return Err(e);
+                }
+            }
+            state => return state?.session.fork(),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Writes the session to a file, including its KV cache and conversation. An existing file is replaced only when the new

@@ -833,9 +833,11 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_release(trainer: *mut NVFP4_Traine
 /// row are an error. With `release`, a gradient that is not finite after others were applied is #NVFP4_INTERNAL, and the message of any
 /// other error after that point says so too: resume from the last checkpoint.
 ///
+/// While a pass of NVFP4_trainer_model() runs, it waits for that; on a thread within such a pass it is #NVFP4_BUSY.
+///
 /// - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
-/// - `call`: reports the tokens done. Cancels the step between micro-batches, and between blocks of their forward passes, with everything
-///   unchanged. With `release` it is cancelled only before the backward pass. May be NULL.
+/// - `call`: reports the tokens done. Cancels the step while it waits, between micro-batches, and between blocks of their forward passes, with
+///   everything unchanged. With `release` it is cancelled only before the backward pass. May be NULL.
 /// - `report`: the result of the step; may be NULL.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn NVFP4_trainer_step(
@@ -1111,12 +1113,25 @@ pub unsafe extern "C-unwind" fn NVFP4_trainer_export_adapter(
     })
 }
 
-/// Writes the model under training with its delivered weights at this time, for sessions between steps. It runs on the trainer's memory:
-/// matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same bits.
+/// Writes the model under training with its delivered weights, for sessions beside the steps. It runs on the trainer's memory: matrices are
+/// not copied. On the CPU its products are slower than those of a loaded model, and have the same bits. As long as it lives, later calls write
+/// the same model. It may outlive the trainer, and then keeps the last weights.
 ///
-/// While a call runs the model, NVFP4_trainer_step() fails with #NVFP4_BUSY, and so does the model during a step. A step that changes
-/// weights ends the model: later calls that run it or its sessions fail with #NVFP4_INVALID_ARGUMENT. Release them, and ask for the model
-/// again.
+/// The model follows the steps, and so do its sessions, forks of them too: they keep their tokens and conversations, and run the tokens that
+/// older weights have run again when they are next asked for what follows. The answer is that of a new session with the same tokens, on the CPU
+/// to the last bit. No session begins with keys and values of older weights. A session file has the weights of its time: after a step that
+/// changes weights it is refused. What older weights have computed is not saved: a session that is saved after such a step, before it has
+/// run, has its tokens in the file.
+///
+/// Threads may run sessions while another one calls NVFP4_trainer_step(). The step waits for the pass that runs, passes wait for the step,
+/// and who has waited longer goes first; a prompt of several passes runs anew after a step between them, and the next step waits for its end.
+/// A generation goes on after a step: its tokens before it are of the weights before, those after it of the weights after. Cancellation and
+/// deadlines end a call that waits. A token callback may call NVFP4_trainer_step(), because no pass runs meanwhile. A progress callback of a
+/// call that runs the model may not, nor may a callback of the step run the model: these fail with #NVFP4_BUSY, because the thread would wait
+/// for itself.
+///
+/// If the model cannot follow a step for lack of memory, the log says so, and calls that run it fail with #NVFP4_INVALID_ARGUMENT until this
+/// function or another step has succeeded.
 ///
 /// - `call`: cancels the call; may be NULL.
 #[unsafe(no_mangle)]

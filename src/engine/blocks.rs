@@ -180,6 +180,12 @@ impl Blocks {
         })
     }
 
+    /// Removes all nodes from the prefix index, and frees the blocks that it alone has.
+    pub(super) fn forget_prefixes(&self) {
+        let freed = self.state().pools.forget_prefixes();
+        freed.into_iter().for_each(|place| self.free(place));
+    }
+
     /// The layers of the model.
     pub(super) fn layers(&self) -> Layers {
         self.state().pools.layers().clone()

@@ -4,6 +4,7 @@
 mod blocks;
 pub mod capacity;
 mod grammars;
+mod leased;
 mod pass;
 mod pool;
 mod pools;

@@ -5,7 +5,7 @@ use std::ops::AddAssign;
 
 use super::schedule::Waiting;
 use super::sequence::{PartOf, Sequence};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, memory};
 use crate::model::{Batch, HiddenBefore, Output, Scratch, Segment, Wanted};
 
 /// Tokens that continue a sequence.
@@ -31,10 +31,14 @@ pub(super) struct Request<'a> {
 /// Tokens of one sequence.
 struct Item<'a> {
     work: NewTokens<'a>,
-    /// Positions of the sequence before them.
+    /// Tokens that older weights have run and those of `work` after them, all of which run; empty if there are none of the former.
+    renewed: Vec<u32>,
+    /// Positions of the sequence before the tokens of `work`.
     before: usize,
     /// Tokens that have run, or that blocks of other sequences held.
     done: usize,
+    /// Whether tokens that had run for it run again.
+    is_thrown_back: bool,
     output: Option<Result<Output>>,
     tally: Tally,
 }
@@ -67,8 +71,10 @@ pub(super) struct Part<'r, 'a> {
 impl<'a> Request<'a> {
     pub(super) fn new(work: Vec<NewTokens<'a>>) -> Request<'a> {
         let items = work.into_iter().map(|work| Item {
+            renewed: Vec::new(),
             before: work.sequence.len(),
             done: 0,
+            is_thrown_back: false,
             output: None,
             tally: Tally::default(),
             work,
@@ -89,6 +95,27 @@ impl<'a> Request<'a> {
                 _ => None,
             },
         }
+    }
+
+    /// The items without an output.
+    fn open_items(&self) -> impl Iterator<Item = &Item<'a>> {
+        self.items.iter().filter(|item| item.output.is_none())
+    }
+
+    fn open_items_mut(&mut self) -> impl Iterator<Item = &mut Item<'a>> {
+        self.items.iter_mut().filter(|item| item.output.is_none())
+    }
+
+    /// Lets tokens run again that older weights than those of the coming pass have run. Returns how many.
+    pub(super) fn renew(&mut self) -> Result<usize> {
+        self.items
+            .iter_mut()
+            .try_fold(0, |sum, item| Ok(sum + item.renew()?))
+    }
+
+    /// Whether tokens of it that had run run again, because the weights have changed between its passes.
+    pub(super) fn is_thrown_back(&self) -> bool {
+        self.items.iter().any(|item| item.is_thrown_back)
     }
 
     /// Lets its sequences begin with blocks of others that hold the same tokens. Returns the number of tokens that need not run.
@@ -156,27 +183,70 @@ impl<'a> Request<'a> {
 }
 
 impl<'a> Item<'a> {
-    /// Whether its tokens may run in several passes: no output of any but the last is wanted.
-    fn is_divisible(&self) -> bool {
+    /// All of its tokens.
+    fn tokens(&self) -> &[u32] {
+        all_of(self.work.tokens, &self.renewed)
+    }
+
+    /// Its tokens before those of `work`.
+    fn again(&self) -> usize {
+        self.tokens().len() - self.work.tokens.len()
+    }
+
+    /// Whether output of more tokens than the last is wanted.
+    fn wants_several(&self) -> bool {
         match self.work.wanted {
-            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => true,
-            Wanted::All | Wanted::Verified(_) => false,
+            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => false,
+            Wanted::All | Wanted::Verified(_) => true,
         }
     }
 
+    /// Whether the tokens that are left may run in several passes: no output of any but the last is wanted.
+    fn is_divisible(&self) -> bool {
+        !self.wants_several() || self.done < self.again()
+    }
+
+    /// Tokens to run next. Those of which several outputs are wanted run alone.
     fn left(&self) -> usize {
-        self.work.tokens.len() - self.done
+        let end = match self.wants_several() && self.done < self.again() {
+            true => self.again(),
+            false => self.tokens().len(),
+        };
+        end - self.done
+    }
+
+    /// Whether the next `count` tokens are the last.
+    fn ends_with(&self, count: usize) -> bool {
+        self.done + count == self.tokens().len()
     }
 
     fn part_of(&self) -> PartOf {
         PartOf {
-            all: self.work.tokens.len(),
+            all: self.tokens().len(),
             done: self.done,
         }
     }
 
+    /// Takes up the tokens of a sequence that older weights have run. Returns how many.
+    fn renew(&mut self) -> Result<usize> {
+        if self.output.is_some() {
+            return Ok(0);
+        }
+        let mut tokens = self.work.sequence.renew()?;
+        let count = tokens.len();
+        if count > 0 {
+            let left = &self.tokens()[self.done..];
+            memory::make_room(&mut tokens, left.len())?;
+            tokens.extend_from_slice(left);
+            self.is_thrown_back |= self.done > 0;
+            self.renewed = tokens;
+            self.done = 0;
+        }
+        Ok(count)
+    }
+
     fn reserve(&mut self, count: usize) -> Result<()> {
-        let verified = matches!(self.work.wanted, Wanted::Verified(_));
+        let verified = matches!(self.work.wanted, Wanted::Verified(_)) && self.ends_with(count);
         let of = self.part_of();
         self.work.sequence.reserve(count, of, verified)
     }
@@ -184,11 +254,11 @@ impl<'a> Item<'a> {
     fn segment(&self, count: usize) -> Segment<'_> {
         let sequence = &*self.work.sequence;
         Segment {
-            tokens: &self.work.tokens[self.done..self.done + count],
+            tokens: &self.tokens()[self.done..self.done + count],
             first: sequence.len(),
             tables: sequence.tables(),
             context: sequence.capacity(),
-            wanted: match count == self.left() {
+            wanted: match self.ends_with(count) {
                 true => self.work.wanted,
                 false => Wanted::Nothing,
             },
@@ -199,7 +269,11 @@ impl<'a> Item<'a> {
     /// Begins with blocks of other sequences that hold the same tokens, instead of running these. Returns the number of tokens.
     fn adopt(&mut self) -> usize {
         let found = match self.is_divisible() && self.output.is_none() {
-            true => (self.work.sequence).adopt(&self.work.tokens[self.done..]),
+            true => {
+                let next = self.done..self.done + self.left();
+                let tokens = all_of(self.work.tokens, &self.renewed);
+                self.work.sequence.adopt(&tokens[next])
+            }
             false => 0,
         };
         self.done += found;
@@ -210,8 +284,10 @@ impl<'a> Item<'a> {
 
     /// Records that the next `count` tokens ran.
     fn commit(&mut self, count: usize, output: Output, hidden: Option<Vec<f32>>) {
-        let (of, sequence) = (self.part_of(), &mut *self.work.sequence);
-        let ran = &self.work.tokens[self.done..self.done + count];
+        let (of, is_end) = (self.part_of(), self.ends_with(count));
+        let sequence = &mut *self.work.sequence;
+        let tokens = all_of(self.work.tokens, &self.renewed);
+        let ran = &tokens[self.done..self.done + count];
         match &output {
             Output::Verified(chosen) => {
                 sequence.advance_verified(&ran[..chosen.len()]);
@@ -229,7 +305,7 @@ impl<'a> Item<'a> {
         sequence.set_hidden(hidden);
         sequence.publish();
         self.done += count;
-        if self.left() == 0 {
+        if is_end {
             self.output = Some(Ok(output));
         }
     }
@@ -242,10 +318,18 @@ impl<'a> Item<'a> {
     }
 }
 
+/// The tokens of an item: those that a caller gave, or, if there are any, those that run again with them.
+fn all_of<'t>(given: &'t [u32], renewed: &'t [u32]) -> &'t [u32] {
+    match renewed.is_empty() {
+        true => given,
+        false => renewed,
+    }
+}
+
 impl<'a> Part<'_, 'a> {
     /// The number of tokens of each item that run.
     fn counts(&self) -> Vec<usize> {
-        let items = self.request.items.iter();
+        let items = self.request.open_items();
         items.map(|item| self.count(item)).collect()
     }
 
@@ -260,9 +344,10 @@ impl<'a> Part<'_, 'a> {
     /// Takes blocks for its tokens.
     fn reserve(&mut self) -> Result<()> {
         let counts = self.counts();
-        let alone = counts.len() == 1;
-        let items = self.request.items.iter_mut().zip(counts);
-        for (i, (item, count)) in items.enumerate() {
+        let alone = self.request.items.len() == 1;
+        let items = self.request.items.iter_mut().enumerate();
+        let items = items.filter(|(_, item)| item.output.is_none());
+        for ((i, item), count) in items.zip(counts) {
             item.reserve(count).map_err(|e| match alone {
                 true => e,
                 false => e.within(format_args!("sequence {i}")),
@@ -272,7 +357,7 @@ impl<'a> Part<'_, 'a> {
     }
 
     fn segments(&self) -> impl Iterator<Item = Segment<'_>> {
-        let items = self.request.items.iter();
+        let items = self.request.open_items();
         items.map(|item| item.segment(self.count(item)))
     }
 
@@ -286,14 +371,16 @@ impl<'a> Part<'_, 'a> {
     ) {
         let counts = self.counts();
         let request = &mut *self.request;
-        let faulty = request.items.iter_mut().zip(&outputs);
+        let faulty = request.open_items_mut().zip(&outputs);
         let faulty = faulty.filter(|(_, output)| output.is_err());
         // Values left past the end of a sequence may spoil its next tokens, so the request fails if they stay.
         let undone = faulty.map(|(item, _)| item.undo());
         if let Err(e) = undone.fold(Ok(()), Result::and) {
             return request.fail(e);
         }
-        let items = request.items.iter_mut().zip(outputs).zip(counts);
+        let open = request.items.iter_mut();
+        let open = open.filter(|item| item.output.is_none());
+        let items = open.zip(outputs).zip(counts);
         for (i, ((item, output), count)) in items.enumerate() {
             match (output, logits) {
                 (Err(fault), _) => item.output = Some(Err(fault)),
@@ -330,7 +417,10 @@ pub(super) fn pass(
     }
     if look_ahead {
         // Without a block for it, the step after this one does not run ahead.
-        for item in parts.iter_mut().flat_map(|part| &mut part.request.items) {
+        for item in parts
+            .iter_mut()
+            .flat_map(|part| part.request.open_items_mut())
+        {
             let sequence = &mut *item.work.sequence;
             if sequence.room() > 1 {
                 let _ = sequence.reserve_ahead(item.work.tokens.len());
@@ -364,7 +454,7 @@ pub(super) fn pass(
         _ => Some((&*logits, vocabulary)),
     };
     for part in &mut parts {
-        let count = part.request.items.len();
+        let count = part.request.open_items().count();
         let own = outputs.by_ref().take(count).collect();
         let hidden = |scratch: &mut Scratch, i: usize| scratch.take_hidden(slot + i);
         part.commit(own, hidden, scratch, rows);

@@ -316,6 +316,13 @@ impl<S: BuildHasher + Clone> Pools<S> {
         freed.retain(|place| self.withdraw(*place));
         freed
     }
+
+    /// Removes all nodes from the index. Returns the blocks that are free.
+    pub(super) fn forget_prefixes(&mut self) -> Vec<Place> {
+        let mut freed = self.index.give_up_all();
+        freed.retain(|place| self.withdraw(*place));
+        freed
+    }
 }
 
 /// The blocks of a node.

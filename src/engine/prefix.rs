@@ -381,6 +381,15 @@ impl<S: BuildHasher + Clone> PrefixIndex<S> {
         given_up
     }
 
+    /// Gives up all nodes and their blocks.
+    pub(super) fn give_up_all(&mut self) -> Vec<Place> {
+        let mut given_up = Vec::new();
+        for root in std::mem::take(&mut self.roots).into_values() {
+            self.remove(root, &mut given_up);
+        }
+        given_up
+    }
+
     /// Removes the block in a slot of a node.
     fn empty(&mut self, id: NodeId, slot: usize, given_up: &mut Vec<Place>) {
         self.use_again(id, slot);

@@ -17,9 +17,12 @@ pub struct NextDrafts<'a> {
 }
 
 impl Served {
-    /// Runs tokens of different sequences together, with the weights held, and appends the rows of logits that they ask for to `logits`.
-    /// Returns for each its output, or its own fault; see [`Model::run`](crate::model::Model::run). If the call fails, no sequence changes,
-    /// except that recurrent layers and windows may keep fewer positions.
+    /// Runs tokens of different sequences together, and appends the rows of logits that they ask for to `logits`. Returns for each its
+    /// output, or its own fault; see [`Model::run`](crate::model::Model::run). If the call fails, no sequence changes, except that recurrent
+    /// layers and windows may keep fewer positions, and sequences that older weights computed fewer or none.
+    ///
+    /// Each pass holds the weights: a trainer's step may come between two of them. Tokens of a sequence that ran with the weights before it run
+    /// again first, so that all outputs are those of the weights of their pass.
     ///
     /// Calls of several threads run in the same passes: see [`Served::generates`].
     ///
@@ -35,9 +38,13 @@ impl Served {
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
         self.check(&work)?;
-        let _held = self.hold()?;
-        self.runner()
-            .run(self.model(), work, look_ahead, scratch, logits)
+        self.runner().run(
+            (self.model(), self.leased()),
+            work,
+            look_ahead,
+            scratch,
+            logits,
+        )
     }
 
     /// Like [`Served::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU. The sequences
@@ -54,12 +61,15 @@ impl Served {
             part.sequence.set_sharing(false);
         }
         let mut request = Request::new(work);
-        let whole = request.waiting().left;
+        request.renew()?;
         let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
             self.model().run_reference(batch, scratch, logits)
         };
         let vocabulary = self.spec().vocab_size;
-        pass(vec![request.part(whole)], false, vocabulary, scratch, run);
+        while !request.is_over() {
+            let left = request.waiting().left;
+            pass(vec![request.part(left)], false, vocabulary, scratch, run);
+        }
         request.finish(logits, vocabulary)
     }
 

@@ -9,10 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::leased::Leased;
 use super::pass::{NewTokens, Request, Tally, pass};
 use super::schedule::{Turn, Waiting, plan};
 use super::times::PassTimes;
-use crate::base::error::err;
+use crate::base::error::{Error, err};
+use crate::base::lease::Held;
 use crate::base::turns::{Waiter, reentered, this_thread};
 use crate::base::{Result, call, fork};
 use crate::model::{Batch, Model, Output, Scratch};
@@ -49,6 +51,8 @@ struct State {
     ends: u64,
     /// Generations that made way.
     preemptions: u64,
+    /// Tokens that run again because the weights have changed.
+    recomputed: u64,
     /// Generating sequences that the next pass waits for, without those that have arrived.
     expected: Vec<u64>,
     times: PassTimes,
@@ -89,6 +93,7 @@ pub(super) struct Work {
     /// Requests that are in no pass now.
     pub(super) waiting: usize,
     pub(super) preemptions: u64,
+    pub(super) recomputed: u64,
 }
 
 /// A request that waits in its caller's stack frame.
@@ -254,6 +259,43 @@ impl State {
             request.fail(err!(Cancelled, "cancelled"));
             posted.caller.wake();
         }
+    }
+
+    /// Ends a caller's request with an error, if it is in the list.
+    fn fail(&mut self, caller: &Arc<Caller>, error: Error) {
+        let own = |posted: &Posted| Arc::ptr_eq(&posted.caller, caller);
+        if let Some(index) = self.posted.iter().position(own) {
+            // SAFETY: no pass runs.
+            unsafe { &mut *self.posted.remove(index).request.0 }.fail(error);
+        }
+    }
+
+    /// Lets tokens run again that older weights have run.
+    fn renew(&mut self) {
+        let recomputed = &mut self.recomputed;
+        let failed = |posted: &mut Posted| {
+            // SAFETY: the caller waits, and no pass runs.
+            let request = unsafe { &mut *posted.request.0 };
+            match request.renew() {
+                Ok(count) => *recomputed += count as u64,
+                Err(e) => {
+                    request.fail(e);
+                    return true;
+                }
+            }
+            false
+        };
+        for posted in self.posted.extract_if(.., failed) {
+            posted.caller.wake();
+        }
+    }
+
+    /// Whether a step has thrown a request back, which comes to its end before the next step: steps that follow each other at once would
+    /// otherwise let no prompt of several passes come to its end.
+    fn has_thrown_back(&self) -> bool {
+        // SAFETY: no pass runs.
+        let mut posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
+        posted.any(Request::is_thrown_back)
     }
 
     /// Lets sequences begin with blocks that others have filled meanwhile.
@@ -428,19 +470,21 @@ impl Runner {
             generating: state.generating.len(),
             waiting: state.posted.iter().filter(|p| p.taken.is_none()).count(),
             preemptions: state.preemptions,
+            recomputed: state.recomputed,
         }
     }
 
-    /// Runs a request in passes with those of other threads.
+    /// Runs a request in passes with those of other threads. If the weights are trained, each pass holds them.
     pub(super) fn run(
         &self,
-        model: &Model,
+        (model, leased): (&Model, Option<&Leased>),
         work: Vec<NewTokens<'_>>,
         look_ahead: bool,
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
         call::check()?;
+        leased.map_or(Ok(()), Leased::check_thread)?;
         let mut request = Request::new(work);
         if !request.is_over() {
             let caller = Arc::default();
@@ -449,7 +493,7 @@ impl Runner {
                 caller: &caller,
             };
             self.post(&mut request, &caller, look_ahead)?;
-            self.wait(model, &caller, scratch);
+            self.wait((model, leased), &caller, scratch);
             drop(lending);
             caller.look();
         }
@@ -480,7 +524,12 @@ impl Runner {
     }
 
     /// Waits until the caller's request has left the list, and leads while nobody else does.
-    fn wait(&self, model: &Model, caller: &Arc<Caller>, scratch: &mut Scratch) {
+    fn wait(
+        &self,
+        (model, leased): (&Model, Option<&Leased>),
+        caller: &Arc<Caller>,
+        scratch: &mut Scratch,
+    ) {
         loop {
             let mut state = self.state();
             if !state.has(caller) {
@@ -489,7 +538,7 @@ impl Runner {
             if state.leader.is_none() {
                 state.leader = Some(this_thread());
                 drop(state);
-                self.lead(Lead(self), model, caller, scratch);
+                self.lead(Lead(self), (model, leased), caller, scratch);
                 return;
             }
             drop(state);
@@ -498,13 +547,45 @@ impl Runner {
         }
     }
 
+    /// Holds the weights for a pass, once no step of their trainer is due. While it waits, requests whose calls were cancelled end. `None` if
+    /// the caller's own request has ended.
+    fn hold(&self, leased: &Leased, caller: &Arc<Caller>) -> Option<Held> {
+        let is_over = || {
+            caller.look();
+            let mut state = self.state();
+            state.end_cancelled();
+            !state.has(caller)
+        };
+        match leased.hold(is_over) {
+            Ok(held) => Some(held),
+            Err(e) => {
+                self.state().fail(caller, e);
+                None
+            }
+        }
+    }
+
     /// Runs passes until the caller's own request is over.
-    fn lead(&self, lead: Lead<'_>, model: &Model, caller: &Arc<Caller>, scratch: &mut Scratch) {
+    fn lead(
+        &self,
+        lead: Lead<'_>,
+        (model, leased): (&Model, Option<&Leased>),
+        caller: &Arc<Caller>,
+        scratch: &mut Scratch,
+    ) {
         let vocabulary = model.spec().vocab_size;
+        let mut held = None;
         loop {
             caller.look();
+            if let Some(leased) = leased.filter(|_| held.is_none()) {
+                held = self.hold(leased, caller);
+                if held.is_none() {
+                    return;
+                }
+            }
             let mut state = self.gather(model);
             state.end_cancelled();
+            state.renew();
             if !state.has(caller) {
                 return;
             }
@@ -552,6 +633,9 @@ impl Runner {
             let mut state = self.state();
             state.times.record(rows, prompts, steps, time);
             let ended = state.end_pass(is_own);
+            if !state.has_thrown_back() {
+                held = None;
+            }
             drop(state);
             let wake = || {
                 let others = ended.iter().filter(|ended| !Arc::ptr_eq(ended, caller));

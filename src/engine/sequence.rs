@@ -88,6 +88,8 @@ pub struct Sequence {
     filled: usize,
     /// Whether it uses and feeds the prefix index.
     shares: bool,
+    /// The fingerprint of the weights that computed the positions held.
+    weights: u64,
 }
 
 impl Sequence {
@@ -119,7 +121,30 @@ impl Sequence {
             followed: 0,
             filled: 0,
             shares: false,
+            weights: blocks.model().fingerprint(),
         })
+    }
+
+    /// Whether other weights than the model's computed the positions held: a trainer has changed them. The next pass runs the tokens again.
+    pub fn is_outdated(&self) -> bool {
+        !self.is_empty() && self.weights() != self.blocks.model().fingerprint()
+    }
+
+    /// The fingerprint of the weights that computed the positions held.
+    pub fn weights(&self) -> u64 {
+        self.weights
+    }
+
+    /// Before a pass: drops all positions if they are outdated, and returns their tokens, which have to run again.
+    pub(super) fn renew(&mut self) -> Result<Vec<u32>> {
+        let (fingerprint, mut again) = (self.blocks.model().fingerprint(), Vec::new());
+        if self.weights != fingerprint {
+            memory::make_room(&mut again, self.len())?;
+            again.extend_from_slice(&self.tokens);
+            self.truncate(0)?;
+            self.weights = fingerprint;
+        }
+        Ok(again)
     }
 
     pub(super) fn id(&self) -> u64 {

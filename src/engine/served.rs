@@ -1,5 +1,5 @@
 //! A model with its text side: tokenizer, chat template, answer form, sampling defaults and stop tokens. Sessions run it. A trainer serves the
-//! weights that it trains in one too, and a lease keeps its steps and the passes of the sessions apart.
+//! weights that it trains in one too: a lease keeps its steps and the passes of the sessions apart, and the model follows each step.
 
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
@@ -11,15 +11,17 @@ use serde_json::Value;
 
 use super::blocks::{BlockCounts, Blocks};
 use super::grammars::Grammars;
+use super::leased::Leased;
 use super::runner::{Generating, PassCounts, Runner, Work};
 use super::saved::{self, PrefixCounts, RestoredPrefixes};
 use super::sequence::Sequence;
 use crate::base::Result;
+use crate::base::call;
 use crate::base::error::{Error, bail};
-use crate::base::lease::{Held, Lease};
+use crate::base::lease::{Change, Held, Lease};
 use crate::checkpoint::{Checkpoint, TokenizerSource};
 use crate::model::generation::{self, Generation};
-use crate::model::training::Source;
+use crate::model::training::{Layout, Source};
 use crate::model::{
     Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Trained, open, text,
 };
@@ -58,6 +60,8 @@ pub struct Statistics {
     pub waiting: usize,
     /// Generations that gave up their blocks to others, waited, and ran their tokens again.
     pub preemptions: u64,
+    /// Tokens that ran again, or were found, because a trainer had changed the weights since. They are among the prompt tokens.
+    pub recomputed_tokens: u64,
     /// Blocks of keys, values and recurrent states.
     #[serde(flatten)]
     pub blocks: BlockCounts,
@@ -67,7 +71,7 @@ pub struct Statistics {
     pub free_bytes: usize,
 }
 
-/// A model that sessions run. Immutable, and shared by all of them.
+/// A model that sessions run, shared by all of them. Immutable but for the weights, if a trainer trains them.
 pub struct Served {
     model: Arc<Model>,
     blocks: Arc<Blocks>,
@@ -79,8 +83,8 @@ pub struct Served {
     sampling: SamplingOptions,
     stop_tokens: Vec<u32>,
     grammars: Grammars,
-    /// For weights that are trained: the lease that keeps their trainer out, and the epoch in which they were given.
-    lease: Option<(Arc<Lease>, u64)>,
+    /// For weights that are trained: the lease that keeps their trainer out.
+    leased: Option<Leased>,
 }
 
 impl std::fmt::Debug for Served {
@@ -117,20 +121,30 @@ impl Served {
         Self::new(model?, Some(options), source, text?, None)
     }
 
-    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Whoever runs it
-    /// holds `lease`, and is refused once that says that weights have been changed.
+    /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Passes and the
+    /// trainer's steps wait for each other by `lease`; after a step that has changed weights, the trainer calls [`Served::renew`].
     pub fn of_trained(
         device: &Device,
         source: &Source,
         trained: &dyn Trained,
         lease: &Arc<Lease>,
     ) -> Result<Arc<Served>> {
-        let epoch = lease.epoch();
-        let fingerprint = RandomState::new().hash_one(epoch);
         let text = source.text_files()?;
-        let model = Model::of_trained(device, source, trained, fingerprint)?;
+        let model = Model::of_trained(device, source, trained, new_fingerprint())?;
         let tokenizer = &source.checkpoint().metadata().tokenizer;
-        Self::new(model, None, tokenizer, text, Some((lease.clone(), epoch)))
+        Self::new(model, None, tokenizer, text, Some(Leased::new(lease)))
+    }
+
+    /// Follows weights that a trainer has changed. Sequences keep their tokens, and run them again when they next run; no prefix of the
+    /// weights before is found again. If it fails, passes do until a later call succeeds.
+    pub fn renew(&self, layout: &Layout, trained: &dyn Trained, change: &Change) -> Result<()> {
+        let Some(leased) = &self.leased else {
+            bail!(Internal, "a model that no trainer serves, renewed");
+        };
+        self.blocks.forget_prefixes();
+        self.model.renew(layout, trained, new_fingerprint())?;
+        leased.renewed(change);
+        Ok(())
     }
 
     fn new(
@@ -138,7 +152,7 @@ impl Served {
         options: Option<&LoadOptions>,
         source: &TokenizerSource,
         text: TextFiles,
-        lease: Option<(Arc<Lease>, u64)>,
+        leased: Option<Leased>,
     ) -> Result<Arc<Served>> {
         if let Some(tokenizer) = &text.tokenizer {
             warn_of_ids_without_rows(tokenizer, model.spec().vocab_size);
@@ -164,7 +178,7 @@ impl Served {
             sampling,
             stop_tokens,
             grammars: Grammars::default(),
-            lease,
+            leased,
         }))
     }
 
@@ -182,11 +196,21 @@ impl Served {
         }
     }
 
-    /// Holds the weights until the result is dropped: their trainer, if there is one, takes no step meanwhile. Fails while a step runs, and
-    /// once the weights have changed. Each pass holds them itself; a caller that makes several passes holds them across all of them.
+    /// Holds the weights until the result is dropped: their trainer, if there is one, takes no step meanwhile. Waits for steps that run or
+    /// came before, and fails if the call is cancelled meanwhile, or on a thread in which a step runs. Each pass holds them itself: who holds
+    /// them does not run tokens, since a step that waits would come between.
     pub fn hold(&self) -> Result<Option<Held>> {
-        let lease = self.lease.as_ref();
-        lease.map(|(lease, epoch)| lease.hold(*epoch)).transpose()
+        let leased = self.leased.as_ref();
+        leased.map(|leased| leased.hold(call::is_over)).transpose()
+    }
+
+    /// Whether it has the weights as they are: false after a step that it could not follow.
+    pub fn is_renewed(&self) -> bool {
+        self.leased.as_ref().is_none_or(Leased::is_renewed)
+    }
+
+    pub(super) fn leased(&self) -> Option<&Leased> {
+        self.leased.as_ref()
     }
 
     /// An empty sequence with room for `capacity` positions, at most those that the model was made for. Takes no memory yet.
@@ -228,8 +252,9 @@ impl Served {
     /// Writes the blocks of the prefix index to a file, those that sequences use and those that are cached, for
     /// [`Served::restore_prefixes`] in a later process. The file appears complete or not at all. Sequences go on meanwhile; a block that gives
     /// way to them before it is read is not in the file. Reports the bytes written to the thread's [`call`](crate::base::call), and is
-    /// cancelled with it.
+    /// cancelled with it. A trainer's step waits for it.
     pub fn save_prefixes(&self, path: &Path) -> Result<PrefixCounts> {
+        let _held = self.hold()?;
         saved::save(&self.blocks, path)
     }
 
@@ -241,6 +266,7 @@ impl Served {
     /// sequence uses. A call that is cancelled leaves what it has restored. The checksum of a file finds damage and not forgery: sequences
     /// begin with what a file holds as if this model had run it.
     pub fn restore_prefixes(&self, path: &Path) -> Result<RestoredPrefixes> {
+        let _held = self.hold()?;
         saved::restore(&self.blocks, path)
     }
 
@@ -263,6 +289,7 @@ impl Served {
             generating,
             waiting,
             preemptions,
+            recomputed,
         } = self.runner.work();
         let blocks = self.blocks.counts();
         let reserved = self.kv().reserved();
@@ -275,6 +302,7 @@ impl Served {
             generating,
             waiting,
             preemptions,
+            recomputed_tokens: recomputed,
             blocks,
             reserved_bytes: reserved.map_or(0, |reserved| reserved.bytes),
             free_bytes: reserved.map_or(0, |reserved| reserved.free),
@@ -382,6 +410,11 @@ impl Served {
     pub fn stop_tokens(&self) -> &[u32] {
         &self.stop_tokens
     }
+}
+
+/// A number that tells weights under training from all others.
+fn new_fingerprint() -> u64 {
+    RandomState::new().hash_one(0)
 }
 
 /// Warns of tokens that cannot be run: some models have names for pictures, which bring embeddings of their own.

@@ -7,7 +7,7 @@ use super::block::{self, ReferencePass, Rows};
 use super::fused::{self, Executor, Guess};
 use super::kv::KvTables;
 use super::run::{Scratch, Slots, starts};
-use super::weights::Drafter;
+use super::weights::{Drafter, Weights};
 use super::{Choice, KvType, Model};
 use crate::base::error::bail;
 use crate::base::{Result, call};
@@ -43,8 +43,9 @@ impl Model {
         self.weights().drafter.is_some()
     }
 
-    fn drafter(&self) -> Result<&Drafter> {
-        match &self.weights().drafter {
+    /// The drafter of the model's weights.
+    fn drafter<'a>(&self, weights: &'a Weights) -> Result<&'a Drafter> {
+        match &weights.drafter {
             Some(drafter) => Ok(drafter),
             None => bail!(
                 Unsupported,
@@ -56,13 +57,14 @@ impl Model {
 
     /// Fails unless [`Model::has_drafter`].
     pub fn check_drafter(&self) -> Result<()> {
-        self.drafter().map(|_| ())
+        self.drafter(&self.weights()).map(|_| ())
     }
 
     /// Runs rows of several sequences through the drafter's block, and stores their keys and values; the output of the block is left in the
     /// residual stream.
     pub(super) fn run_drafter(&self, segments: &[DrafterRows<'_>], s: &mut Scratch) -> Result<()> {
-        let drafter = self.drafter()?;
+        let weights = self.weights();
+        let drafter = self.drafter(&weights)?;
         let (mut tokens, mut hidden) = (Vec::new(), Vec::new());
         let mut of_pass = Vec::with_capacity(segments.len());
         for segment in segments {
@@ -78,9 +80,9 @@ impl Model {
                 rows: start..tokens.len(),
             });
         }
-        let (spec, weights) = (self.spec(), self.weights());
+        let spec = self.spec();
         let pass = ReferencePass::new(self.device(), spec, self.activations(), &of_pass)?;
-        pass.enter_drafter((weights, drafter), &tokens, &hidden, &mut s.block)?;
+        pass.enter_drafter((&weights, drafter), &tokens, &hidden, &mut s.block)?;
         let index = spec.blocks.len();
         pass.block(index, &drafter.block, &of_pass, &mut s.block)?;
         // Rows whose experts cannot be chosen make bad drafts, and no fault of the sequence.
@@ -103,7 +105,7 @@ impl Model {
         let (spec, width) = (self.spec(), self.spec().hidden_size);
         let count = parts.iter().map(|part| part.tokens.len()).sum();
         let device = self.device();
-        let hidden = block::hidden_rows(device, spec, self.weights(), count, &mut scratch.block)?;
+        let hidden = block::hidden_rows(device, spec, &self.weights(), count, &mut scratch.block)?;
         let mut of_parts = Vec::new();
         for (start, part) in starts(parts).into_iter().zip(parts) {
             let (segment, kept) = (&segments[part.slot], slots.kept(part));
@@ -146,12 +148,13 @@ impl Model {
     ) -> Result<Vec<f32>> {
         let count = self.check_rows(&rows)?;
         let _turn = self.turn()?;
-        if let Some(executor) = &self.executor {
-            return self.drafter_logits_on_gpu(executor, rows, logits);
+        if let Some(executor) = self.executor() {
+            return self.drafter_logits_on_gpu(&executor, rows, logits);
         }
-        let (drafter, width) = (self.drafter()?, self.spec().hidden_size);
+        let (weights, width) = (self.weights(), self.spec().hidden_size);
+        let drafter = self.drafter(&weights)?;
         self.run_drafter(&[rows], scratch)?;
-        let (spec, last) = (self.spec(), (&drafter.norm, &self.weights().head));
+        let (spec, last) = (self.spec(), (&drafter.norm, &weights.head));
         let s = &mut scratch.block;
         block::head(
             self.device(),
@@ -187,7 +190,8 @@ impl Model {
         rows: DrafterRows<'_>,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<f32>> {
-        let source = self.source(rows.tables.kind())?;
+        let weights = self.weights();
+        let source = self.source(&weights, rows.tables.kind())?;
         let (before, mut last) = (logits.len(), Vec::new());
         let each = rows.hidden.chunks_exact(self.spec().hidden_size);
         for (i, (&token, hidden)) in rows.tokens.iter().zip(each).enumerate() {
@@ -223,8 +227,8 @@ impl Model {
                 ),
             }
         }
-        match &self.executor {
-            Some(executor) => self.draft_on_gpu(executor, work, count),
+        match self.executor() {
+            Some(executor) => self.draft_on_gpu(&executor, work, count),
             None => {
                 let each = work.iter().map(|own| self.draft_one(own, count, scratch));
                 each.collect()
@@ -238,7 +242,7 @@ impl Model {
         work: &[Drafting<'_>],
         count: usize,
     ) -> Result<Vec<Vec<u32>>> {
-        let mut drafted = vec![Vec::new(); work.len()];
+        let (mut drafted, weights) = (vec![Vec::new(); work.len()], self.weights());
         // A pass has one table of rotary frequencies, and one type of keys and values.
         let of_pass = [false, true].into_iter();
         for of_pass in of_pass.flat_map(|long| KvType::ALL.map(|kv| (long, kv))) {
@@ -256,7 +260,7 @@ impl Model {
                 });
                 let guesses: Vec<Guess<'_>> = guesses.collect();
                 let _turn = self.turn()?;
-                let tokens = executor.draft(self.source(of_pass.1)?, &guesses, count)?;
+                let tokens = executor.draft(self.source(&weights, of_pass.1)?, &guesses, count)?;
                 part.iter()
                     .zip(tokens)
                     .for_each(|(&i, tokens)| drafted[i] = tokens);

@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::hash::Hasher;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -198,17 +198,23 @@ struct Made {
     fingerprint: u64,
 }
 
-/// Spec, weights and device of a loaded model, or of one that is being trained. Immutable, and shared by everything that runs it.
+/// The weights as passes read them. A trainer that has changed them replaces this as a whole: see [`Model::renew`].
+struct Live {
+    weights: Arc<Weights>,
+    /// Runs the model on a GPU by fused kernels; `None` on other devices.
+    executor: Option<Arc<fused::Executor>>,
+    fingerprint: u64,
+}
+
+/// Spec, weights and device of a loaded model, or of one that is being trained. Shared by everything that runs it, and immutable but for
+/// the weights of one that is being trained.
 pub struct Model {
     spec: Spec,
-    weights: Weights,
+    live: RwLock<Live>,
     device: Device,
-    /// Runs the model on a GPU by fused kernels; `None` on other devices.
-    executor: Option<fused::Executor>,
     kv: KvMemory,
     activations: Activations,
     info: ModelInfo,
-    fingerprint: u64,
     /// Serializes passes over the weights.
     turns: Turns,
 }
@@ -318,7 +324,7 @@ impl Model {
                 };
                 let executor = fused::Executor::new(gpu, source, tables)?;
                 let bytes = executor.bytes();
-                (Some(executor), bytes)
+                (Some(Arc::new(executor)), bytes)
             }
             Device::Cpu(_) => (None, 0),
         };
@@ -327,13 +333,15 @@ impl Model {
         info.weight_bytes += table_bytes as u64;
         Ok(Arc::new(Model {
             spec,
-            weights,
+            live: RwLock::new(Live {
+                weights: Arc::new(weights),
+                executor,
+                fingerprint,
+            }),
             device: options.device.clone(),
-            executor,
             kv,
             activations: options.activations,
             info,
-            fingerprint,
             turns: Turns::new(),
         }))
     }
@@ -343,9 +351,18 @@ impl Model {
         &self.spec
     }
 
+    fn live(&self) -> RwLockReadGuard<'_, Live> {
+        self.live.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Its weights.
-    pub fn weights(&self) -> &Weights {
-        &self.weights
+    pub fn weights(&self) -> Arc<Weights> {
+        self.live().weights.clone()
+    }
+
+    /// Runs it on a GPU by fused kernels; `None` on other devices.
+    fn executor(&self) -> Option<Arc<fused::Executor>> {
+        self.live().executor.clone()
     }
 
     /// The device that it runs on.
@@ -369,9 +386,10 @@ impl Model {
     }
 
     /// A number that identifies this model as loaded, computed from its config and the stored bits of every weight except the drafter's.
-    /// Independent of device and file format, but not of quantization. A model shared by a trainer has a fingerprint of its own.
+    /// Independent of device and file format, but not of quantization. A model shared by a trainer has a fingerprint of its own, and another
+    /// one after each step that changes weights: what was computed under one of them is of no use under another.
     pub fn fingerprint(&self) -> u64 {
-        self.fingerprint
+        self.live().fingerprint
     }
 }
 

@@ -7,7 +7,7 @@ use super::batch::{Batch, Divided, Output, Part, PassLimits, Segment, Wanted, pa
 use super::block::{self, Rows};
 use super::fused::{self, Executor, Source};
 use super::kv::KvArena;
-use super::{KvType, Model};
+use super::{KvType, Model, Weights};
 use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call};
@@ -185,7 +185,7 @@ impl Model {
         scratch: &mut Scratch,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        self.run_by(self.executor.as_ref(), batch, scratch, logits)
+        self.run_by(self.executor().as_deref(), batch, scratch, logits)
     }
 
     /// Like [`Model::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
@@ -242,7 +242,7 @@ impl Model {
 
     /// Most rows that go through the weights together: longer batches are divided into passes.
     pub fn pass_rows(&self) -> usize {
-        pass_rows(self.executor.is_some())
+        pass_rows(self.device().is_cuda())
     }
 
     /// Fails unless a segment's positions have blocks.
@@ -344,7 +344,7 @@ impl Model {
         let of_pass = starts(parts).into_iter().zip(parts).map(of_part);
         let of_pass = of_pass.collect::<Result<Vec<_>>>()?;
         let pass = block::ReferencePass::new(&self.device, spec, self.activations, &of_pass)?;
-        pass.embed(weights, tokens, &mut s.block)?;
+        pass.embed(&weights, tokens, &mut s.block)?;
         for (index, block) in weights.blocks.iter().enumerate() {
             call::check()?;
             call::begun((tokens.len() * index / spec.blocks.len()) as u64);
@@ -372,10 +372,10 @@ impl Model {
     }
 
     /// The model with the cache of a type, for fused kernels.
-    pub(super) fn source(&self, kv: KvType) -> Result<Source<'_>> {
+    pub(super) fn source<'a>(&'a self, weights: &'a Weights, kv: KvType) -> Result<Source<'a>> {
         Ok(Source {
             spec: self.spec(),
-            weights: self.weights(),
+            weights,
             kv: self.kv().cache(kv)?,
         })
     }

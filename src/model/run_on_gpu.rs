@@ -19,7 +19,7 @@ impl Model {
         logits: &mut Vec<f32>,
         slots: &mut Slots,
     ) -> Result<()> {
-        let segments = &batch.segments;
+        let (segments, weights) = (&batch.segments, self.weights());
         let kind = |segment: &Segment<'_>| {
             (
                 (executor.is_long(segment.context), segment.tables.kind()),
@@ -35,7 +35,7 @@ impl Model {
             if of_table.is_empty() {
                 continue;
             }
-            let source = self.source(of_pass.1)?;
+            let source = self.source(&weights, of_pass.1)?;
             let is_ragged = |i: &usize| {
                 let segment = &segments[*i];
                 !is_step(segment) && !fused::is_recorded(source, segment)

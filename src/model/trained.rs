@@ -1,6 +1,6 @@
-//! A model over a trainer's weights, run between its steps without a copy of the matrices.
+//! A model over a trainer's weights, run between its steps without a copy of the matrices, and renewed after each of them.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use super::spec::MixerSpec;
 use super::tensors::{
@@ -8,14 +8,14 @@ use super::tensors::{
     block_name,
 };
 use super::training::{
-    BlockLayout, GatedMlpLayout, MatrixId, MixerVectors, MlpLayout, ProjectionLayout, Source,
-    VectorId,
+    BlockLayout, GatedMlpLayout, Layout, MatrixId, MixerVectors, MlpLayout, ProjectionLayout,
+    Source, VectorId,
 };
 use super::weights::{
     Attention, Block, DenseMlp, Embedding, Experts, GatedDelta, Mixer, Mlp, Norms, Projection,
     Weights,
 };
-use super::{Device, LoadOptions, Made, Model, fused};
+use super::{Device, KvType, Live, LoadOptions, Made, Model, Spec, fused};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::ops::delta::DeltaWeights;
@@ -48,17 +48,44 @@ impl Model {
             gpu.prepare(&fused::units(&spec), &crate::base::call::is_over)?;
         }
         let made = Made {
-            weights: weights(device, source, trained)?,
+            weights: weights(device, &spec, source.layout(), trained)?,
             spec,
             tables: fused::HostTables::default(),
             fingerprint,
         };
         Model::of(made, "training", &LoadOptions::new(device.clone()))
     }
+
+    /// Follows weights that have changed since the model was made of them, or was renewed: copies norms, biases and projections that files
+    /// store among others again. On a GPU, a step that ran ahead and recorded passes are dropped. `fingerprint` tells the new weights from
+    /// others, also if this fails: then the model must not be run before a later call has succeeded. The caller keeps passes out.
+    pub fn renew(&self, layout: &Layout, trained: &dyn Trained, fingerprint: u64) -> Result<()> {
+        let live = || self.live.write().unwrap_or_else(PoisonError::into_inner);
+        live().fingerprint = fingerprint;
+        let weights = weights(self.device(), self.spec(), layout, trained)?;
+        let executor = match self.executor() {
+            None => None,
+            Some(executor) => Some(Arc::new(executor.renewed(fused::Source {
+                spec: self.spec(),
+                weights: &weights,
+                kv: self.kv().cache(KvType::F16)?,
+            })?)),
+        };
+        *live() = Live {
+            weights: Arc::new(weights),
+            executor,
+            fingerprint,
+        };
+        Ok(())
+    }
 }
 
-fn weights(device: &Device, source: &Source, trained: &dyn Trained) -> Result<Weights> {
-    let layout = source.layout();
+fn weights(
+    device: &Device,
+    spec: &Spec,
+    layout: &Layout,
+    trained: &dyn Trained,
+) -> Result<Weights> {
     let projection = |p: &ProjectionLayout| projection(trained, p);
     let gated = |mlp: &GatedMlpLayout| {
         let [gate, up] = &mlp.gate_up;
@@ -97,7 +124,7 @@ fn weights(device: &Device, source: &Source, trained: &dyn Trained) -> Result<We
         };
         Ok(Block {
             mixer_norms: norms(&b.mixer_norms)?,
-            mixer: Parts::new(device, source, trained, index).mixer()?,
+            mixer: Parts::new(device, (spec, layout), trained, index).mixer()?,
             mlp_norms: norms(&b.mlp_norms)?,
             mlp,
             per_layer: None,
@@ -130,7 +157,8 @@ fn projection(trained: &dyn Trained, p: &ProjectionLayout) -> Result<Projection>
 /// The projections of a block's mixer by role, of which files may store several in one matrix.
 struct Parts<'a> {
     device: &'a Device,
-    source: &'a Source,
+    spec: &'a Spec,
+    layout: &'a Layout,
     trained: &'a dyn Trained,
     block: &'a BlockLayout,
     index: usize,
@@ -140,26 +168,24 @@ struct Parts<'a> {
 impl<'a> Parts<'a> {
     fn new(
         device: &'a Device,
-        source: &'a Source,
+        (spec, layout): (&'a Spec, &'a Layout),
         trained: &'a dyn Trained,
         index: usize,
     ) -> Parts<'a> {
         Parts {
             device,
-            source,
+            spec,
+            layout,
             trained,
-            block: &source.layout().blocks[index],
+            block: &layout.blocks[index],
             index,
-            tensors: tensors::of_block(source.spec(), index),
+            tensors: tensors::of_block(spec, index),
         }
     }
 
     fn mixer(&self) -> Result<Mixer> {
         let vector = |id| self.trained.vector(id);
-        match (
-            &self.block.vectors,
-            &self.source.spec().blocks[self.index].mixer,
-        ) {
+        match (&self.block.vectors, &self.spec.blocks[self.index].mixer) {
             (MixerVectors::Attention([q_norm, k_norm]), MixerSpec::Attention(spec)) => {
                 let (query, gate) = match spec.gated {
                     false => ("self_attn.q_proj", None),
@@ -206,7 +232,7 @@ impl<'a> Parts<'a> {
         let Some(tensor) = self.tensors.iter().find(|tensor| tensor.name == name) else {
             bail!(Internal, "{name} is no tensor of the model");
         };
-        let matrices = &self.source.layout().matrices;
+        let matrices = &self.layout.matrices;
         let mut inputs = self.block.inputs.iter();
         let Some(own) = inputs.find(|p| matrices[p.matrix].name == tensor.stored_name()) else {
             bail!(Internal, "{name} is in no matrix that is trained");

@@ -89,7 +89,6 @@ fn stepped(
         );
     }
     first.model.check_tokens(tokens)?;
-    let _held = first.model.hold()?;
     // Truncating a session undoes every change except eviction.
     let saved: Vec<_> = sessions
         .iter()

@@ -118,7 +118,6 @@ impl Session {
     ) -> Result<Generation> {
         let chat = chat.unwrap_or(&self.conversation.options).clone();
         self.or_cancelled(options, |session| {
-            let _held = session.model.hold()?;
             session.follow_drafts(options)?;
             session.check_held(options, true)?;
             for name in session.model.chat_template().unread(&chat.variables) {

@@ -92,6 +92,9 @@ pub struct Piece<'a> {
     pub log_probability: Option<f32>,
 }
 
+/// Tokens that take longer to run than a step may.
+const LONG_STEP: usize = 32;
+
 impl Session {
     /// Generates from the current end of the session. If it fails, the session is as it was before. If the thread's [`call`] is cancelled,
     /// it does not fail: it ends as [`Finish::Cancelled`] with the tokens so far, possibly none.
@@ -113,7 +116,6 @@ impl Session {
     ) -> Result<Generation> {
         self.or_cancelled(options, |session| {
             session.model.check_tokens(prompt)?;
-            let _held = session.model.hold()?;
             session.follow_drafts(options)?;
             session.check_held(options, false)?;
             session.undone_on_error(|session| {
@@ -206,8 +208,12 @@ impl Session {
         let mut first = None;
         // Tokens that are appended instead of sampled ones: those that end the reasoning early, and those that a grammar forces.
         let mut given = VecDeque::new();
+        let _forking = self.forks.begin();
         let model = self.model.clone();
         while out.tokens.len() < room {
+            if self.tokens.len() > self.cache.len() + LONG_STEP {
+                self.forks.set_busy_with(Some("runs a prompt"));
+            }
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
                 given.extend(end);
                 if let Some(held) = &mut held {
@@ -246,6 +252,7 @@ impl Session {
                     )
                 }),
             };
+            self.forks.set_busy_with(None);
             let (token, log_probability) = match chosen {
                 Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
@@ -306,6 +313,7 @@ impl Session {
                 }
             };
             let mut named = Some(token);
+            let standing = self.forks.stand(self);
             broke = told.iter().any(|(part, text)| {
                 on_piece(Piece {
                     token: named.take(),
@@ -315,6 +323,7 @@ impl Session {
                 })
                 .is_break()
             });
+            drop(standing);
             if broke {
                 out.finish = Finish::Cancelled;
                 break;
@@ -394,6 +403,7 @@ impl Session {
             }
         }
         told.retain(|(_, text)| !text.is_empty());
+        let standing = self.forks.stand(self);
         let stopped = !broke
             && told.iter().any(|(part, text)| {
                 on_piece(Piece {
@@ -404,6 +414,7 @@ impl Session {
                 })
                 .is_break()
             });
+        drop(standing);
         if stopped {
             out.finish = Finish::Cancelled;
         }

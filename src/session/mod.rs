@@ -10,6 +10,7 @@ mod chat;
 mod constraint;
 mod conversation;
 mod drafts;
+mod forks;
 mod generate;
 mod next;
 mod options;
@@ -34,6 +35,7 @@ pub use batch::{step, step_choose};
 pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
+pub use forks::{Forked, Forks};
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS, ToolCalls};
 pub use queue::{
@@ -97,8 +99,9 @@ pub struct Session {
     seed: u64,
     /// How many tokens it drafts at a time.
     pace: Pace,
-    /// Positions that the snapshot holds to which the session goes back if the current call fails: dropping them frees nothing.
-    held: usize,
+    /// The session before the current call, which it goes back to if that fails.
+    before: Option<Saved>,
+    forks: Arc<Forks<Session>>,
 }
 
 /// A snapshot of a session, to roll back to.
@@ -152,7 +155,8 @@ impl Session {
             conversation: Conversation::default(),
             seed: sampler::new_seed(),
             pace: Pace::default(),
-            held: 0,
+            before: None,
+            forks: Arc::default(),
         })
     }
 
@@ -253,6 +257,11 @@ impl Session {
         self.truncate(0)
     }
 
+    /// Forks of this session while it generates, for other threads and for the callback.
+    pub fn forks(&self) -> &Arc<Forks<Session>> {
+        &self.forks
+    }
+
     /// A second session in the same state. The two share blocks of the cache until either writes to one.
     pub fn fork(&self) -> Result<Session> {
         let bytes = size_of_val(&*self.tokens)
@@ -264,6 +273,9 @@ impl Session {
         fork.tokens.clone_from(&self.tokens);
         fork.evicted = self.evicted;
         fork.cache = self.cache.clone();
+        // Tokens that a generation has verified ahead are not the session's yet.
+        fork.cache
+            .truncate(self.cache.len().min(self.tokens.len()))?;
         fork.next.clone_from(&self.next);
         fork.conversation = self.conversation.clone();
         fork.pace = self.pace.clone();
@@ -273,7 +285,6 @@ impl Session {
     /// Appends `tokens` and runs them, `step` at a time; evicts if the options allow it and it is necessary.
     fn append(&mut self, tokens: &[u32], step: usize) -> Result<()> {
         self.model.check_tokens(tokens)?;
-        let _held = self.model.hold()?;
         if self.fits(tokens.len()) {
             return self.run(tokens, step);
         }
@@ -284,7 +295,8 @@ impl Session {
     }
 
     fn run(&mut self, tokens: &[u32], step: usize) -> Result<()> {
-        let before = self.tokens.len();
+        self.forget_outdated();
+        let (before, weights) = (self.tokens.len(), self.cache.weights());
         call::expect((tokens.len() + before - self.cache.len().min(before)) as u64);
         memory::make_room(&mut self.tokens, tokens.len())?;
         let next = std::mem::take(&mut self.next);
@@ -294,7 +306,7 @@ impl Session {
                 self.cache.truncate(before.min(self.cache.len()))?;
                 self.tokens.truncate(before);
                 // Logits are those of a cache that holds every token.
-                if self.cache.len() == before {
+                if self.cache.len() == before && self.cache.weights() == weights {
                     self.next = next;
                 }
                 return Err(e);
@@ -312,7 +324,7 @@ impl Session {
     /// The token that `sampler` chooses next. On a GPU the logits stay on the device if a single token is pending. With `look_ahead` the
     /// device starts to run the chosen token before the next call asks for it.
     fn flush_and_choose(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
-        let _held = self.model.hold()?;
+        self.forget_outdated();
         let greedy = sampler.options().is_greedy();
         if let Some(token) = self.next.argmax().filter(|_| greedy) {
             return Ok(token);
@@ -355,7 +367,7 @@ impl Session {
                 "the session is empty, so nothing says what comes next; prefill a prompt first"
             );
         }
-        let _held = self.model.hold()?;
+        self.forget_outdated();
         if self.next.logits().is_some() {
             return Ok(());
         }
@@ -383,9 +395,27 @@ impl Session {
 
     /// After a refusal of memory: gives blocks up to other generations and waits until they fit again. Returns false if none will.
     fn makes_way(&mut self) -> Result<bool> {
-        let (kept, positions) = (self.held, self.tokens.len() + 1);
+        if self.forget_outdated() {
+            return Ok(true);
+        }
+        // Dropping positions that the sequence before the call holds frees nothing.
+        let kept = self.before.as_ref().map_or(0, |saved| saved.cache.len());
         self.next.forget();
-        self.model.make_way(&mut self.cache, kept, positions)
+        self.forks.set_busy_with(Some("waits for memory"));
+        self.model
+            .make_way(&mut self.cache, kept, self.tokens.len() + 1)
+    }
+
+    /// Forgets what older weights than the model's have given, if a trainer has changed them: the logits, and the blocks of the sequence to
+    /// which the session would go back. Returns whether that freed any. The next pass runs the tokens again.
+    fn forget_outdated(&mut self) -> bool {
+        if self.cache.is_outdated() {
+            self.next.forget();
+        }
+        match &mut self.before {
+            Some(saved) if saved.cache.is_outdated() => saved.cache.truncate(0).is_ok(),
+            _ => false,
+        }
     }
 
     /// The logits, once pending tokens have run.
@@ -490,12 +520,19 @@ impl Session {
     /// Calls `change`; if it fails, restores the session.
     fn undone_on_error<T>(&mut self, change: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         let saved = self.saved()?;
-        self.held = saved.cache.len();
+        let outer = self.before.replace(saved);
         let result = change(self);
-        if result.is_err() {
+        let saved = std::mem::replace(&mut self.before, outer);
+        if let (Err(_), Some(saved)) = (&result, saved) {
             self.go_back(saved);
         }
         result
+    }
+}
+
+impl Forked for Session {
+    fn fork(&self) -> Result<Session> {
+        Session::fork(self)
     }
 }
 

@@ -74,10 +74,16 @@ struct AnswerHeader {
 
 impl Session {
     /// Writes the session to a file atomically: the file appears complete or not at all. Reports the bytes written to the thread's
-    /// [`call`](crate::base::call).
+    /// [`call`](crate::base::call). What older weights have computed is not in it, if a trainer has changed them; its step waits for this.
     pub fn save(&self, path: &Path) -> Result<()> {
+        let _held = self.model.hold()?;
+        let empty = self.model.sequence(self.options.context, self.options.kv)?;
+        let (cache, logits) = match self.cache.is_outdated() {
+            true => (&empty, None),
+            false => (&self.cache, self.next.logits()),
+        };
         let conversation = &self.conversation;
-        let kept = self.cache.kept();
+        let kept = cache.kept();
         let _texts = alloc::Budget::json(self.text_bytes(), 0).set_aside()?;
         let header = Header {
             model: self.model.fingerprint(),
@@ -91,14 +97,14 @@ impl Session {
             },
             tokens: self.tokens.len(),
             evicted: self.evicted,
-            cached: self.cache.len(),
+            cached: cache.len(),
             kept_from: match kept.from {
                 from if from.iter().all(|&first| first == 0) => Vec::new(),
                 from => from,
             },
             states: kept.states,
-            drafter: self.cache.drafter_bytes(),
-            logits: self.next.logits().map_or(0, <[f32]>::len),
+            drafter: cache.drafter_bytes(),
+            logits: logits.map_or(0, <[f32]>::len),
             messages: match conversation.begun {
                 true => Some(raw(&conversation.messages)?),
                 false => None,
@@ -129,19 +135,20 @@ impl Session {
             );
         }
         let content = header
-            .content_bytes(&self.cache)
+            .content_bytes(cache)
             .ok_or_else(|| err!(InvalidArgument, "the session is too large for a file"))?;
 
         let mut out = Writer::create(path, &FORMAT, &json, content)?;
         out.words(self.tokens.iter().copied())?;
-        let logits = self.next.logits().unwrap_or_default();
+        let logits = logits.unwrap_or_default();
         out.words(logits.iter().map(|x| x.to_bits()))?;
-        self.cache.for_each_page(|page| out.write(page))?;
-        self.cache.for_each_drafter_page(|page| out.write(page))?;
+        cache.for_each_page(|page| out.write(page))?;
+        cache.for_each_drafter_page(|page| out.write(page))?;
         out.finish()
     }
 
-    /// Restores a session from a file. `model` must be the model that ran it before.
+    /// Restores a session from a file. `model` must be the model that ran it before, with the same weights. The step of a trainer waits for
+    /// it.
     pub fn restore(model: Arc<Served>, path: &Path) -> Result<Session> {
         let file = file::open(path)
             .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
@@ -151,6 +158,7 @@ impl Session {
 
 fn restore(model: Arc<Served>, file: File) -> Result<Session> {
     let (mut input, json) = Reader::open(file, &FORMAT)?;
+    let _held = model.hold()?;
     let _texts = alloc::Budget::fields(json.len()).set_aside()?;
     let header: Header =
         serde_json::from_slice(&json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;

@@ -1,6 +1,6 @@
 //! The trainer: steps the parameters of a model by micro-batches.
 
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,8 @@ use super::recipe::{Clip, Recipe};
 use super::scales::{self, Chosen, ScaleChoice};
 use super::schedule::Schedule;
 use crate::base::error::{bail, err};
-use crate::base::lease::Lease;
+use crate::base::lease::{Change, Lease};
+use crate::base::lock::lock;
 use crate::base::{Error, Result, call};
 use crate::engine::Served;
 use crate::format::random::bits;
@@ -261,8 +262,8 @@ pub struct Trainer {
     progress: Progress,
     /// Excludes steps while callers run the model on these weights, and vice versa.
     lease: Arc<Lease>,
-    /// The model returned last, and the epoch of its lease.
-    given: Mutex<(u64, Weak<Served>)>,
+    /// The model on these weights, if it lives.
+    given: Mutex<Weak<Served>>,
 }
 
 /// Progress of a trainer.
@@ -390,27 +391,50 @@ impl Trainer {
         self.progress.steps as f64 >= first
     }
 
-    /// The model under training, to be run between steps by the delivered weights in the trainer's own memory: no matrix has a second copy.
-    /// `source` is the model that training began with. While a call runs the model, [`Trainer::step`] fails with [`Busy`], and so does the
-    /// model during a step. A step that changes weights ends this model and its sessions, which fail from then on: ask for the model again.
+    /// The model under training, to be run by the delivered weights in the trainer's own memory: no matrix has a second copy. `source` is
+    /// the model that training began with. While the model lives, this is the same one each time, and it follows each step.
+    ///
+    /// Steps and passes of the model may run on different threads: a step waits for the pass that runs, passes wait for the step, and who has
+    /// waited longer goes first; a prompt of several passes is thrown back by one step, and the next one waits for its end. A callback within
+    /// a pass that takes a step gets [`Busy`], and so does a callback within a step that runs the model.
+    ///
+    /// After a step that has changed weights, sequences run their tokens again when they next run, so that they go on as new ones with the same
+    /// tokens would. Without its trainer the model keeps the last weights.
     ///
     /// [`Busy`]: crate::base::ErrorKind::Busy
     pub fn model(&self, source: &Source) -> Result<Arc<Served>> {
-        let epoch = self.lease.epoch();
-        let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
-        if let (e, Some(model)) = (given.0, given.1.upgrade())
-            && e == epoch
-        {
+        let mut given = lock(&self.given);
+        if let Some(model) = given.upgrade() {
+            if !model.is_renewed() {
+                let change = self.lease.change(call::is_over)?;
+                model.renew(self.parameters.layout(), &self.parameters, &change)?;
+            }
             return Ok(model);
         }
         let model = Served::of_trained(&self.device, source, &self.parameters, &self.lease)?;
-        *given = (epoch, Arc::downgrade(&model));
+        *given = Arc::downgrade(&model);
         Ok(model)
+    }
+
+    /// Lets the model on these weights follow a change of them. A model that cannot is refused until it is asked for again.
+    fn renew_model(&self, change: &Change) {
+        let given = lock(&self.given).upgrade();
+        let Some(model) = given.filter(|_| change.has_changed()) else {
+            return;
+        };
+        let renew = || model.renew(self.parameters.layout(), &self.parameters, change);
+        // The step is over: its call can no longer be cancelled.
+        if let Err(e) = call::outside(renew) {
+            tracing::warn!(
+                "the model on the weights that are trained could not follow a step: {e}"
+            );
+        }
     }
 
     /// Takes one step by the gradients of all micro-batches together, each target counted by its weight. If a loss or a gradient is not
     /// finite, no parameter changes, and the step counts as skipped; too many skipped steps in a row are an error. The thread's [`call`]
-    /// can cancel it between micro-batches, and between blocks of their forward passes; it has then changed nothing.
+    /// can cancel it while it waits for passes of [`Trainer::model`], between micro-batches, and between blocks of their forward passes; it
+    /// has then changed nothing.
     pub fn step(&mut self, batches: &[MicroBatch<'_>]) -> Result<Step> {
         self.step_watched(batches, &mut |_| {})
     }
@@ -512,42 +536,11 @@ impl Trainer {
                 _ => 1.0,
             },
         };
-        let change = self.lease.change()?;
-        let mut scales = self.look_at_inputs(batches)?;
-        self.parameters.multiply_with_all(!self.trains_delivered());
-        watch(Phase::BatchReady);
-        self.parameters.begin_step(plan)?;
-        watch(Phase::ZeroGradDone);
-        let gradients = self.gradients(batches, targets);
-        watch(Phase::BackwardDone);
-        let (loss, report) = match gradients {
-            Ok(loss) if loss.is_finite() => {
-                change.changed();
-                (loss, self.parameters.finish_step()?)
-            }
-            Ok(loss) => {
-                self.parameters.abandon_step();
-                if scales.is_kept() {
-                    change.changed();
-                }
-                let skipped = StepReport {
-                    skipped: true,
-                    ..StepReport::default()
-                };
-                (loss, skipped)
-            }
-            Err(e) => {
-                if self.parameters.abandon_step() {
-                    change.changed();
-                    return Err(e.within(
-                        "after released gradients had changed parameters, so that training must go on from the last checkpoint",
-                    ));
-                }
-                scales.undo(&mut self.parameters)?;
-                return Err(e);
-            }
-        };
+        let change = self.lease.change(call::is_over)?;
+        let taken = self.change_by_step(&change, batches, targets, plan, watch);
+        self.renew_model(&change);
         drop(change);
+        let (loss, report, scales) = taken?;
         watch(Phase::OptimizerStepDone);
         if report.skipped && report.partial {
             bail!(
@@ -591,6 +584,52 @@ impl Trainer {
             changed_delivered: share(report.changes.1),
             scales: scales.choice,
         })
+    }
+
+    /// Computes gradients and updates parameters by them, and records in `change` whether any may have changed.
+    fn change_by_step(
+        &mut self,
+        change: &Change,
+        batches: &[Prepared],
+        targets: usize,
+        plan: StepPlan,
+        watch: &mut dyn FnMut(Phase),
+    ) -> Result<(f64, StepReport, Chosen)> {
+        let mut scales = self.look_at_inputs(batches)?;
+        self.parameters.multiply_with_all(!self.trains_delivered());
+        watch(Phase::BatchReady);
+        self.parameters.begin_step(plan)?;
+        watch(Phase::ZeroGradDone);
+        let gradients = self.gradients(batches, targets);
+        watch(Phase::BackwardDone);
+        match gradients {
+            Ok(loss) if loss.is_finite() => {
+                change.changed();
+                let report = self.parameters.finish_step()?;
+                Ok((loss, report, scales))
+            }
+            Ok(loss) => {
+                self.parameters.abandon_step();
+                if scales.is_kept() {
+                    change.changed();
+                }
+                let skipped = StepReport {
+                    skipped: true,
+                    ..StepReport::default()
+                };
+                Ok((loss, skipped, scales))
+            }
+            Err(e) => {
+                if self.parameters.abandon_step() {
+                    change.changed();
+                    return Err(e.within(
+                        "after released gradients had changed parameters, so that training must go on from the last checkpoint",
+                    ));
+                }
+                scales.undo(&mut self.parameters)?;
+                Err(e)
+            }
+        }
     }
 
     /// Prepares a step on `batches`: chooses block scales again if it is time to, or records the inputs of matrices with adapters if that

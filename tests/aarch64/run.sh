@@ -2,8 +2,8 @@
 # The library on AArch64, from a machine that is not: bash tests/aarch64/run.sh
 #
 # Cross-compiles without a warning and runs under qemu-user: the CPU kernels, NEON against the portable level bit for bit;
-# the golden values of number formats, models and gradients, and a training run; the library's symbols, and C programs linked
-# with it; a wheel, by a Python for AArch64.
+# the golden values of number formats and models, and with NVFP4_LONG of gradients, and training runs; the library's symbols, and C programs
+# linked with it; a wheel, by a Python for AArch64.
 #
 # Fetches missing tools: gcc, its C library and qemu with apt-get, if that is allowed; the target with rustup, or else Debian's newest Rust
 # compiler and target, unpacked only for this (NVFP4_AARCH64_RUST=debian takes them in any case). Missing parts are SKIPPED, or fail if
@@ -150,12 +150,14 @@ rust_tests --test cpu --test format_golden
 # Some of these count all memory of their process, which no other test may use meanwhile. 131,072 positions take ten minutes here, and what
 # is particular to them, the angles, is the same code everywhere.
 rust_tests --test model -- --test-threads=1 --skip long_positions
-# Gradients against autograd, and steps of every kind. What is left out takes a minute or more each, and is arithmetic of the kernels above,
-# or counts all memory of a process of its own.
-rust_tests --test training -- --skip adapters_learn_beside --skip four_bits_learn --skip memory:: --skip models_learn \
-    --skip mixtures_learn --skip conversions_keep --skip stacks_of_experts --skip scales_are_chosen --skip a_streamed_teacher \
-    --skip stochastic_gradients --skip what_resumes --skip what_learns_nothing --skip lessons_bring --skip calibration_is_never_worse \
-    --skip recurrent_layers_learn --skip recurrent_models_are_calibrated --skip adapters_have_the_names
+# Gradients against autograd, and steps of every kind, are arithmetic of the kernels above, so that they run where tests are long. What is
+# left out even there takes a minute or more each, or counts all memory of a process of its own.
+if [ -n "${NVFP4_LONG-}" ]; then
+    rust_tests --test training -- --skip adapters_learn_beside --skip four_bits_learn --skip memory:: --skip models_learn \
+        --skip mixtures_learn --skip conversions_keep --skip stacks_of_experts --skip scales_are_chosen --skip a_streamed_teacher \
+        --skip stochastic_gradients --skip what_resumes --skip what_learns_nothing --skip lessons_bring --skip calibration_is_never_worse \
+        --skip recurrent_layers_learn --skip recurrent_models_are_calibrated --skip adapters_have_the_names
+fi
 # Nothing is left to compile: this puts libNVFP4.so beside the command.
 if cross build --quiet --lib; then
     build=$(cd "$target/$triple/release" && pwd)

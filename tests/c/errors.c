@@ -650,6 +650,10 @@ static void sessions(NVFP4_Model *model)
     BAD(invalid, NVFP4_session_create, model, NULL, NULL);
     options.kv_type = 7;
     BAD(invalid, NVFP4_session_create, model, &options, &none);
+    OK(NVFP4_session_options_init(&options, sizeof options));
+    options.is_private = 2;
+    BAD(invalid, NVFP4_session_create, model, &options, &none);
+    SAYS("is_private is 2");
     options.struct_size = 4;
     BAD(NVFP4_ABI_MISMATCH, NVFP4_session_create, model, &options, &none);
     OK(NVFP4_session_options_init(&options, sizeof options));

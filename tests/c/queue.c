@@ -302,6 +302,37 @@ static int32_t progress(void *user, uint64_t done, uint64_t total)
 }
 
 /* Bad arguments are told before anything is submitted; faults of a generation come with its end. */
+/* A paused generation is forked by the thread that takes its events; the fork says what the generation says. */
+static void forked(void)
+{
+    enum { TOKENS = 40 };
+    static int32_t whole[MOST], tokens[MOST];
+    static Client client;
+    NVFP4_Queue *queue = queue_of(1, 4, 3);
+    NVFP4_Session *fork = NULL;
+    NVFP4_GenerateOptions options = generate_options(TOKENS);
+    size_t count, length = 0;
+    client.session = create();
+    submit(queue, &client, PROMPT, &options, 0);
+    NVFP4_Status status;
+    while ((status = NVFP4_session_fork(client.session, &fork)) == NVFP4_BUSY)
+        SAYS("session");
+    OK(status);
+    OK(NVFP4_session_length(fork, &length));
+    CHECK(length >= PROMPT && length <= PROMPT + 4);
+    run(queue, 1);
+    CHECK(client.count == TOKENS && client.finish == NVFP4_FINISH_LENGTH);
+    options.max_tokens = PROMPT + TOKENS - length;
+    OK(NVFP4_session_generate(fork, &options, NULL, NULL, NULL));
+    OK(NVFP4_session_tokens(client.session, whole, MOST, &count));
+    CHECK(count == PROMPT + TOKENS);
+    OK(NVFP4_session_tokens(fork, tokens, MOST, &count));
+    CHECK(count == PROMPT + TOKENS && memcmp(whole, tokens, count * sizeof *tokens) == 0);
+    OK(NVFP4_session_release(fork));
+    OK(NVFP4_session_release(client.session));
+    OK(NVFP4_queue_release(queue));
+}
+
 static void bad(const char *path)
 {
     static Client client;
@@ -514,6 +545,7 @@ int main(int argc, char **argv)
     busy();
     released();
     waiting();
+    forked();
     bad(argv[1]);
     chats();
     storm(argc == 3 ? (unsigned)atoi(argv[2]) : 300);

@@ -439,6 +439,7 @@ if command -v valgrind >/dev/null; then
         set -- $program
         name=$1
         shift
+        [[ $name != example-*_cpp* ]] || continue
         case $1 in
         # This program measures deep stacks.
         */stack-*) ;;
@@ -452,8 +453,8 @@ if command -v valgrind >/dev/null; then
         # Fewer generations, because valgrind makes each a hundred times as long.
         */queue-*) check "$name under valgrind" "${under[@]}" "$1" "$2" 100 ;;
         # Fewer races, likewise.
-        */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 100 ;;
-        # An interrupt would end valgrind, and the wrapper allocates the same under both standards.
+        */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 40 ;;
+        # An interrupt would end valgrind, and the wrapper allocates the same under both standards, and in the examples.
         interrupted | */wrapper-c++20) ;;
         converse | converses | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;

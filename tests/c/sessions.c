@@ -382,6 +382,22 @@ static void prefixes(const char *path, const char *scratch)
         OK(NVFP4_session_prefill(third, tokens, LONG, NULL));
         uint64_t found = statistics_of(other).prompt_tokens_found - now.prompt_tokens_found;
         CHECK(found == (how == 0 ? FOUND : 0));
+        /* A private session neither takes blocks of others nor gives any. */
+        NVFP4_SessionOptions alone;
+        OK(NVFP4_session_options_init(&alone, sizeof alone));
+        alone.is_private = 1;
+        OK(NVFP4_session_create(other, &alone, &first));
+        OK(NVFP4_session_prefill(first, tokens, LONG, NULL));
+        CHECK(same(first, third) && statistics_of(other).prompt_tokens_found == now.prompt_tokens_found + found);
+        OK(NVFP4_session_truncate(first, 0));
+        tokens[0] ^= 1;
+        OK(NVFP4_session_prefill(first, tokens, LONG, NULL));
+        OK(NVFP4_session_create(other, NULL, &second));
+        OK(NVFP4_session_prefill(second, tokens, LONG, NULL));
+        CHECK(same(first, second) && statistics_of(other).prompt_tokens_found == now.prompt_tokens_found + found);
+        tokens[0] ^= 1;
+        OK(NVFP4_session_release(first));
+        OK(NVFP4_session_release(second));
         OK(NVFP4_session_release(third));
         OK(NVFP4_model_release(other));
     }
@@ -776,7 +792,7 @@ static void full_contexts(void)
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_create(model, &options, &none));
     SAYS("drop oldest");
     options.eviction = 0;
-    options.reserved = 1;
+    options.is_private = 2;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_create(model, &options, &none));
     CHECK(none == NULL);
 }

@@ -1,6 +1,7 @@
 /* Training from C: training MODEL_DIR OTHER_MODEL_DIR SCRATCH_DIR. A golden model is trained, saved, resumed to the same bits, exported
  * and loaded, and sessions run on the weights while they are trained. */
 #include "check.h"
+#include <pthread.h>
 #include <stdlib.h>
 
 #define TOKENS 48
@@ -50,13 +51,48 @@ static void logits_of(NVFP4_Model *model, float *logits, size_t capacity)
 static NVFP4_Trainer *training_one;
 static int refused;
 
-/* Within a generation there is no step. */
+/* Between two tokens of a generation there may be a step. */
 static int32_t step_meanwhile(void *user, const NVFP4_TokenEvent *event)
 {
     (void)event;
-    const NVFP4_Status status = NVFP4_trainer_step(training_one, user, 2, sizeof(NVFP4_MicroBatch), NULL, NULL);
-    refused += status == NVFP4_BUSY;
+    step(training_one, user);
     return 0;
+}
+
+/* Within a pass there is none. */
+static int32_t step_within(void *user, uint64_t done, uint64_t total)
+{
+    (void)done;
+    (void)total;
+    refused += NVFP4_trainer_step(training_one, user, 2, sizeof(NVFP4_MicroBatch), NULL, NULL) == NVFP4_BUSY;
+    return 0;
+}
+
+static int steps_meanwhile;
+
+/* Steps while another thread generates. */
+static void *step_on(void *batches)
+{
+    for (int i = 0; i < steps_meanwhile; i++)
+        step(training_one, batches);
+    return NULL;
+}
+
+/* A session has the logits of a new one with its tokens. */
+static void as_new(NVFP4_Model *model, NVFP4_Session *session)
+{
+    enum { VOCABULARY = 4096 };
+    static float own[VOCABULARY], others[VOCABULARY];
+    int32_t ids[256];
+    size_t length = 0, count = 0;
+    NVFP4_Session *other = NULL;
+    OK(NVFP4_session_tokens(session, ids, 256, &length));
+    OK(NVFP4_session_create(model, NULL, &other));
+    OK(NVFP4_session_prefill(other, ids, length, NULL));
+    OK(NVFP4_session_logits(session, own, VOCABULARY, &count, NULL));
+    OK(NVFP4_session_logits(other, others, VOCABULARY, &count, NULL));
+    CHECK(count > 0 && memcmp(own, others, count * sizeof own[0]) == 0);
+    OK(NVFP4_session_release(other));
 }
 
 static int32_t stop(void *user, uint64_t done, uint64_t total)
@@ -252,7 +288,7 @@ int main(int argc, char **argv)
     CHECK(live_logits[0] < 0 || live_logits[0] > 0);
     CHECK(memcmp(live_logits, loaded_logits, sizeof live_logits) == 0);
 
-    /* No step while a session runs, and none of its tokens are of other weights. */
+    /* Sessions go on with the weights after each step. */
     NVFP4_Session *session = NULL;
     NVFP4_GenerateOptions generate;
     NVFP4_GenerationResult result = {0};
@@ -264,7 +300,44 @@ int main(int argc, char **argv)
     OK(NVFP4_session_prefill(session, tokens[0], lengths[0], NULL));
     training_one = one;
     OK(NVFP4_session_generate(session, &generate, step_meanwhile, batches, &result));
-    CHECK(result.generated_tokens == 5 && refused >= 5);
+    CHECK(result.generated_tokens == 5);
+    as_new(live, session);
+    NVFP4_CallOptions within;
+    OK(NVFP4_call_options_init(&within, sizeof within));
+    within.progress = step_within;
+    within.user = batches;
+    OK(NVFP4_session_prefill(session, tokens[1], 4, &within));
+    CHECK(refused > 0);
+    as_new(live, session);
+
+    /* A thread steps while others generate, in a queue too. */
+    NVFP4_Session *queued = NULL;
+    NVFP4_Queue *queue = NULL;
+    uint64_t number = 0;
+    pthread_t stepping;
+    steps_meanwhile = 5;
+    OK(NVFP4_session_fork(session, &queued));
+    OK(NVFP4_queue_create(live, NULL, &queue));
+    generate.max_tokens = 20;
+    OK(NVFP4_queue_generate(queue, queued, NULL, 0, &generate, NULL, &number));
+    CHECK(pthread_create(&stepping, NULL, step_on, batches) == 0);
+    OK(NVFP4_session_generate(session, &generate, NULL, NULL, &result));
+    CHECK(result.generated_tokens == 20);
+    for (int ended = 0; !ended;) {
+        NVFP4_QueueEvent event = {0};
+        size_t count = 0;
+        OK(NVFP4_queue_wait(queue, &event, sizeof event, 1, -1, &count));
+        ended = count == 1 && event.kind == NVFP4_EVENT_END;
+        CHECK(!ended || event.status == NVFP4_OK);
+    }
+    CHECK(pthread_join(stepping, NULL) == 0);
+    as_new(live, session);
+    as_new(live, queued);
+    NVFP4_ModelStatistics statistics = {.struct_size = sizeof statistics};
+    OK(NVFP4_model_statistics(live, &statistics));
+    CHECK(statistics.recomputed_tokens > 0 && statistics.recomputed_tokens <= statistics.prompt_tokens);
+    OK(NVFP4_session_release(queued));
+    OK(NVFP4_queue_release(queue));
 
     /* A cancelled step changes nothing. */
     NVFP4_CallOptions call;
@@ -277,15 +350,16 @@ int main(int argc, char **argv)
     FAILS(NVFP4_CANCELLED, NVFP4_trainer_step(one, batches, 2, sizeof *batches, &call, NULL));
     OK(NVFP4_session_decode(session, 5, NULL));
     step(one, batches);
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_decode(session, 5, NULL));
-    SAYS("ask the trainer for its model again");
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_generate(session, &generate, NULL, NULL, NULL));
-    OK(NVFP4_session_release(session));
+    as_new(live, session);
 
-    /* The model outlives its trainer. */
-    OK(NVFP4_model_release(live));
-    OK(NVFP4_trainer_model(one, NULL, &live));
+    /* The model outlives its trainer, and its sessions do. */
+    NVFP4_Model *same = NULL;
+    OK(NVFP4_trainer_model(one, NULL, &same));
+    OK(NVFP4_model_release(same));
+    step(one, batches);
     OK(NVFP4_trainer_release(one));
+    as_new(live, session);
+    OK(NVFP4_session_release(session));
     logits_of(live, live_logits, VOCABULARY);
     CHECK(memcmp(live_logits, loaded_logits, sizeof live_logits) != 0);
     OK(NVFP4_model_release(live));

@@ -76,6 +76,12 @@ trains() {
         [ -f "$work/trained/model.safetensors" ]
 }
 
+# Answers get better while the model that gives them is trained.
+reinforces() {
+    "$python" examples/python/reinforce.py "$model" "the sky" 40 5e-3 >"$work/rewards" || return 1
+    awk 'NR <= 8 { first += $1 / 8 } NR > 32 { last += $1 / 8 } END { print first " of a reward, then " last; exit !(NR == 40 && last > first + 0.15) }' "$work/rewards"
+}
+
 # 40 questions at once, each answered.
 converses_at_once() {
     seq 40 | "$python" examples/python/conversations.py "$work/reciter" >"$work/answer" && [ "$(wc -l <"$work/answer")" -eq 40 ] &&
@@ -109,6 +115,7 @@ check "example thinking.py" thinks
 check "example tools.py" calls
 check "example structured.py" structures
 check "example train.py" trains
+check "example reinforce.py" reinforces
 # mypy's view of a module must match Python's.
 stubs_are_right() { PYTHONPATH=$1 "$typed" -m mypy.stubtest nvfp4.models nvfp4.streams nvfp4.tensors nvfp4.training; }
 

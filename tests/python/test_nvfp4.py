@@ -1644,6 +1644,22 @@ class EventLoops(unittest.TestCase):
             self.assertEqual((result.text, result.finish, result.generated_tokens, one.tokens),
                              (stream.result.text, "length", 40, two.tokens))
 
+    def test_forks(self):
+        """A session is forked after a token, by whoever reads its stream, and the fork goes on as it does."""
+        async def read(session, **options):
+            return [session.fork() async for _ in session.stream(**options)]
+
+        how = {**self.HOW, "temperature": 1.5, "seed": 3, "log_probabilities": True}
+        session, forks = self.session(5, is_private=True), []
+        for number, _ in enumerate(session.stream(**how)):
+            forks.append(session.fork())
+            self.assertEqual(len(forks[-1]), 3 + number + 1)
+        for fork in forks[::13] + asyncio.run(read(self.session(5), **how))[::13]:
+            self.assertEqual(fork.tokens, session.tokens[:len(fork)])
+            if len(fork) < len(session):
+                fork.generate(**{**how, "max_tokens": len(session) - len(fork)})
+            self.assertEqual(fork.tokens, session.tokens)
+
     def test_conversations(self):
         async def converse():
             chat = self.thinker.chat(system="Be brief.")
@@ -2013,29 +2029,28 @@ class Training(unittest.TestCase):
                 self.assertEqual(result.generated_tokens, 8)
             self.assertEqual(logits[0], logits[1])
 
-            # While the model runs there is no step, and after a step the model is none any more.
-            session, busy = live.session(), []
+            # Between two tokens there may be a step, and sessions go on with the weights after it.
+            session, steps = live.session(), []
             session.prefill(tokens)
+            session.generate(on_text=lambda _piece: steps.append(trainer.step(batches[0]).step), max_tokens=5, ignore_model_stops=True)
+            self.assertEqual(steps, list(range(21, 21 + len(steps))))
+            self.assertGreater(len(steps), 2)
+            trainer.step(batches[0])
+            fresh = live.session()
+            fresh.prefill(session.tokens)
+            self.assertEqual(list(session.logits()), list(fresh.logits()))
+            self.assertGreater(live.statistics["recomputed_tokens"], 0)
+            # Within a pass there is none.
+            busy = []
 
-            def during(_piece):
+            def within(_done, _total):
                 try:
                     trainer.step(batches[0])
                 except nvfp4.Busy as error:
                     busy.append(str(error))
 
-            session.generate(on_text=during, max_tokens=20, ignore_model_stops=True)
-            self.assertIn("run the model of these weights", busy[0])
-            self.assertEqual(trainer.info["steps"], 20)
-            session.close()
-            session = live.session()
-            session.prefill(tokens)
-            trainer.step(batches[0])
-            for use in (session.logits, lambda: session.generate(max_tokens=1), lambda: live.session().prefill(tokens)):
-                with self.assertRaisesRegex(nvfp4.InvalidArgument, "ask the trainer for its model again"):
-                    use()
-            other = trainer.model()
-            self.assertNotEqual(other, live)
-            other.session().prefill(tokens)
+            session.prefill(tokens[:4], progress=within)
+            self.assertIn("the model is run further up", busy[0])
 
     def test_options(self):
         """Everything as fields, or everything as one dictionary."""

@@ -22,6 +22,7 @@ namespace LibNVFP4
             ReservedBytes = raw.ReservedBytes;
             FreeBytes = raw.FreeBytes;
             Preemptions = (long)raw.Preemptions;
+            RecomputedTokens = (long)raw.RecomputedTokens;
         }
 
         /// <summary>Passes over the weights.</summary>
@@ -68,5 +69,8 @@ namespace LibNVFP4
 
         /// <summary>Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.</summary>
         public long Preemptions { get; }
+
+        /// <summary>Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights.</summary>
+        public long RecomputedTokens { get; }
     }
 }

@@ -193,6 +193,9 @@ namespace LibNVFP4
         /// <summary>Tokens at the beginning that eviction never drops. Default: 0.</summary>
         public long Keep { get => Interop.Long(Raw.Keep); set => Raw.Keep = Interop.Size(value); }
 
+        /// <summary>Keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For measurements, and where the time of a first token must not tell what others have asked. Default: false.</summary>
+        public bool IsPrivate { get => Raw.IsPrivate != 0; set => Raw.IsPrivate = value ? 1 : 0; }
+
         /// <summary>The system prompt of chat turns. Default: null, none.</summary>
         public string System { get; set; }
 

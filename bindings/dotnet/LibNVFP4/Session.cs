@@ -301,7 +301,7 @@ namespace LibNVFP4
             Handle.Press();
         }
 
-        /// <summary>Creates a second session in the same state. The two share memory as far as neither writes to it.</summary>
+        /// <summary>Creates a second session in the same state. The two share memory as far as neither writes to it. A session that generates goes on, and its fork has the tokens so far.</summary>
         public Session Fork() => new Session(ForkHandle());
 
         /// <summary>Writes the session to a file, including its KV cache and conversation. An existing file is replaced only when the new one is complete.</summary>

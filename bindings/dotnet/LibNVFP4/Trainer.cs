@@ -488,7 +488,7 @@ namespace LibNVFP4
                     Interop.Flag(replace), null));
         }
 
-        /// <summary>The model that is trained, for sessions between steps, on the memory that is trained. It ends with the next step: calls that use it or its sessions are an <see cref="Nvfp4Exception"/> from then on.</summary>
+        /// <summary>The model that is trained, for sessions beside the steps, on the memory that is trained. It follows each step: its sessions keep their tokens, and go on with the new weights. Other threads may run them during a step, and wait for it.</summary>
         public Model Model()
         {
             ModelHandle handle = null;

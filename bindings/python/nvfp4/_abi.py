@@ -737,6 +737,8 @@ class ModelStatistics(Structure):
     - `reserved_bytes`: Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
     - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take.
     - `preemptions`: Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
+    - `recomputed_tokens`: Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights: see
+      NVFP4_trainer_model(). They count as prompt tokens too.
     """
 
     _fields_ = [
@@ -757,6 +759,7 @@ class ModelStatistics(Structure):
         ("reserved_bytes", c_uint64),
         ("free_bytes", c_uint64),
         ("preemptions", c_uint64),
+        ("recomputed_tokens", c_uint64),
     ]
 
 
@@ -865,7 +868,8 @@ class SessionOptions(Structure):
     - `struct_size`: sizeof(NVFP4_SessionOptions) as the caller knows it.
     - `kv_type`: One of NVFP4_KV_*. Default: half precision.
     - `eviction`: One of NVFP4_EVICTION_*. Default: error.
-    - `reserved`: Must be 0.
+    - `is_private`: 1 keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For
+      measurements, and where the time of a first token must not tell what others have asked. Default: 0.
     - `context`: The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the model.
     - `keep`: Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
     - `system`: The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied.
@@ -876,7 +880,7 @@ class SessionOptions(Structure):
         ("struct_size", c_uint32),
         ("kv_type", c_int32),
         ("eviction", c_int32),
-        ("reserved", c_int32),
+        ("is_private", c_int32),
         ("context", c_size_t),
         ("keep", c_size_t),
         ("system", c_void_p),
@@ -2203,6 +2207,11 @@ FUNCTIONS: Tuple[Function, ...] = (
         NVFP4_session_fork(NVFP4_Session *session, NVFP4_Session **out)
 
         Creates a second session in the same state. The two share the memory of their KV caches as far as neither writes to it.
+
+        A session that generates, in this thread's callback, in another thread or in a queue, is forked after its last token, and goes on:
+        the second session has the tokens so far, as if the generation had been cancelled then, and not what options of it, such as a
+        grammar, know of them. This waits for the end of a step that runs. #NVFP4_BUSY if any other call uses the session, and while it runs
+        a prompt or waits for memory or for its turn in a queue.
         """),
     Function("session_save", (c_void_p, c_void_p, c_size_t, c_void_p), Status, """
         NVFP4_session_save(NVFP4_Session *session, const char *path, size_t path_length, const NVFP4_CallOptions *call)
@@ -2494,9 +2503,11 @@ FUNCTIONS: Tuple[Function, ...] = (
         in a row are an error. With `release`, a gradient that is not finite after others were applied is #NVFP4_INTERNAL, and the message
         of any other error after that point says so too: resume from the last checkpoint.
 
+        While a pass of NVFP4_trainer_model() runs, it waits for that; on a thread within such a pass it is #NVFP4_BUSY.
+
         - `batches`, `batch_count`, `batch_size`: micro-batches, each of `batch_size` bytes, which is sizeof(NVFP4_MicroBatch).
-        - `call`: reports the tokens done. Cancels the step between micro-batches, and between blocks of their forward passes, with
-          everything unchanged. With `release` it is cancelled only before the backward pass. May be NULL.
+        - `call`: reports the tokens done. Cancels the step while it waits, between micro-batches, and between blocks of their forward
+          passes, with everything unchanged. With `release` it is cancelled only before the backward pass. May be NULL.
         - `report`: the result of the step; may be NULL.
         """),
     Function("trainer_evaluate", (c_void_p, c_void_p, c_size_t, c_size_t, c_int32, c_void_p, c_void_p), Status, """
@@ -2578,12 +2589,25 @@ FUNCTIONS: Tuple[Function, ...] = (
     Function("trainer_model", (c_void_p, c_void_p, c_void_p), Status, """
         NVFP4_trainer_model(NVFP4_Trainer *trainer, const NVFP4_CallOptions *call, NVFP4_Model **out)
 
-        Writes the model under training with its delivered weights at this time, for sessions between steps. It runs on the trainer's
-        memory: matrices are not copied. On the CPU its products are slower than those of a loaded model, and have the same bits.
+        Writes the model under training with its delivered weights, for sessions beside the steps. It runs on the trainer's memory: matrices
+        are not copied. On the CPU its products are slower than those of a loaded model, and have the same bits. As long as it lives, later
+        calls write the same model. It may outlive the trainer, and then keeps the last weights.
 
-        While a call runs the model, NVFP4_trainer_step() fails with #NVFP4_BUSY, and so does the model during a step. A step that changes
-        weights ends the model: later calls that run it or its sessions fail with #NVFP4_INVALID_ARGUMENT. Release them, and ask for the
-        model again.
+        The model follows the steps, and so do its sessions, forks of them too: they keep their tokens and conversations, and run the tokens
+        that older weights have run again when they are next asked for what follows. The answer is that of a new session with the same
+        tokens, on the CPU to the last bit. No session begins with keys and values of older weights. A session file has the weights of its
+        time: after a step that changes weights it is refused. What older weights have computed is not saved: a session that is saved after
+        such a step, before it has run, has its tokens in the file.
+
+        Threads may run sessions while another one calls NVFP4_trainer_step(). The step waits for the pass that runs, passes wait for the
+        step, and who has waited longer goes first; a prompt of several passes runs anew after a step between them, and the next step waits
+        for its end. A generation goes on after a step: its tokens before it are of the weights before, those after it of the weights after.
+        Cancellation and deadlines end a call that waits. A token callback may call NVFP4_trainer_step(), because no pass runs meanwhile. A
+        progress callback of a call that runs the model may not, nor may a callback of the step run the model: these fail with #NVFP4_BUSY,
+        because the thread would wait for itself.
+
+        If the model cannot follow a step for lack of memory, the log says so, and calls that run it fail with #NVFP4_INVALID_ARGUMENT until
+        this function or another step has succeeded.
 
         - `call`: cancels the call; may be NULL.
         """),

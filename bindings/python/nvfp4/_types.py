@@ -171,6 +171,9 @@ class SessionOptions(TypedDict, total=False):
     kv_type: KvType
     # One of Eviction. Default: error.
     eviction: Eviction
+    # 1 keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For measurements,
+    # and where the time of a first token must not tell what others have asked. Default: 0.
+    is_private: bool
     # The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the model.
     context: int
     # Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.

@@ -350,7 +350,7 @@ class Session(Handle):
         _watched(lambda call: lib.session_save(self, *native.path_in(path), call), cancel, progress)
 
     def fork(self):
-        """A second session in the same state."""
+        """A second session in the same state. A session that generates goes on, and its fork has the tokens so far."""
         out = self._own(self._value(ctypes.c_void_p, "fork"))
         out._model = self._model._second()
         return out

@@ -79,6 +79,18 @@ def _piece(event, parts, every):
     return piece
 
 
+class _Work(typing.NamedTuple):
+    """What a generation does: `call` with `prompt` on `session`, a reference of its own. Pieces of all `parts` are wanted, or the content."""
+
+    session: Handle
+    call: str
+    prompt: tuple
+    options: dict
+    cancel: object
+    progress: object
+    parts: bool
+
+
 class _Relay:
     """
     Hands pieces from the thread that generates to the one that wants them. The first waits while the second has a piece, so
@@ -87,50 +99,52 @@ class _Relay:
 
     NEW, ASKED, GIVEN, TAKEN, DONE = range(5)
 
-    def __init__(self, wanted, parts):
+    def __init__(self, work, wanted):
         self.changed = threading.Condition()
-        self.phase, self.piece = self.NEW, None
-        self.wanted, self.parts, self.stopped, self.all = wanted, parts, False, False
+        self.phase, self.piece, self.thread = self.NEW, None, None
+        self.work, self.wanted, self.stopped, self.all = work, wanted, False, False
         self.flag = ctypes.c_int32()  # Ends the call, also one that has yet to begin.
         self.result = self.error = None
 
-    def run(self, session, call, prompt, options, cancel, progress):
+    def run(self):
         """Runs in the thread that generates."""
         try:
-            options = native.options(native.GenerateOptions, options)
-            with native.call_options(cancel, self.flag, progress) as watched:
+            options = native.options(native.GenerateOptions, self.work.options)
+            with native.call_options(self.work.cancel, self.flag, self.work.progress) as watched:
                 options.call = watched
-                self.result = self.generate(session, call, prompt, options)
+                self.result = self.generate(options)
         except BaseException as error:
             self.error = error.with_traceback(None)
         with self.changed:
-            session.close()
+            self.work.session.close()
             self.phase = self.DONE
             self.changed.notify_all()
 
-    def generate(self, session, call, prompt, options):
-        result = native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
+    def generate(self, options):
+        session, result = self.work.session, native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
         self.all = bool(options.log_probabilities)
         with native.callback(native.TokenCallback, self.give) as callback:
-            getattr(lib, f"session_{call}")(session, *prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
+            getattr(lib, f"session_{self.work.call}")(session, *self.work.prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
         return _generation(session, result)
 
     def give(self, event):
         event = event.contents
         with self.changed:
-            piece = _piece(event, self.parts, self.all) if self.wanted and not self.stopped else None
+            piece = _piece(event, self.work.parts, self.all) if self.wanted and not self.stopped else None
             if piece is not None:
                 self.phase, self.piece = self.GIVEN, piece
                 self.changed.notify_all()
                 self.changed.wait_for(lambda: self.phase == self.ASKED)
             return not self.stopped
 
-    def take(self, thread):
-        """The next piece, or None after the last. The first time, `thread` is started."""
+    def take(self):
+        """The next piece, or None after the last. The first call starts the thread."""
         with self.changed:
             if self.phase == self.NEW:
                 self.phase = self.ASKED
-                thread.start()
+                # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
+                self.thread = threading.Thread(target=self.run, daemon=True)
+                self.thread.start()
             self.go_on()
             self.changed.wait_for(lambda: self.phase != self.ASKED)
             if self.phase == self.DONE:
@@ -143,22 +157,26 @@ class _Relay:
             self.phase = self.ASKED
             self.changed.notify_all()
 
-    def stop(self, session, thread):
+    def stop(self):
         with self.changed:
             self.stopped = True
-            if not thread.is_alive():  # It has ended, or was not started.
+            if self.thread is None or not self.thread.is_alive():
                 self.phase = self.DONE
-                session.close()
+                self.work.session.close()
             self.flag.value = 1
             self.go_on((self.GIVEN, self.TAKEN))
+
+    def join(self):
+        # The garbage collector may have run in that thread.
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
 
 
 class _Arrivals:
     """What has come of a generation that runs for an event loop."""
 
-    def __init__(self, queue, session, parts, every):
-        self.queue, self.session = queue, session
-        self.parts, self.every = parts, every
+    def __init__(self, queue, work, every):
+        self.queue, self.session, self.parts, self.every = queue, work.session, work.parts, every
         self.pieces, self.waiters = collections.deque(), []
         self.generation, self.ended = 0, False
         self.result = self.error = None
@@ -235,17 +253,21 @@ class _LoopQueue(Handle):
             found = cls._known[key] = cls(loop, model)
         return found
 
-    def submit(self, session, call, prompt, options, submit, cancel, parts):
-        """Submits what `call` does to a session, and returns its _Arrivals, whose reference `session` is from now on."""
-        how, when = native.options(native.GenerateOptions, options), native.options(native.SubmitOptions, submit)
-        out = _Arrivals(self, session, parts, bool(how.log_probabilities))
-        tokens = () if prompt else (None, 0)
-        with native.call_options(cancel) as how.call:
-            out.generation = native.value_out(
-                ctypes.c_uint64, getattr(lib, f"queue_{call}"), self, session, *tokens, *prompt, ctypes.byref(how), ctypes.byref(when))
+    def submit(self, work, submit):
+        """Submits work, and returns its _Arrivals."""
+        how, when = native.options(native.GenerateOptions, work.options), native.options(native.SubmitOptions, submit)
+        out = _Arrivals(self, work, bool(how.log_probabilities))
+        tokens = () if work.prompt else (None, 0)
         if not self._running:
             self._loop().add_reader(self._fd, self._take)
-        self._running[out.generation] = out
+        try:
+            with native.call_options(work.cancel) as how.call:
+                out.generation = native.value_out(ctypes.c_uint64, getattr(lib, f"queue_{work.call}"), self, work.session, *tokens,
+                                                  *work.prompt, ctypes.byref(how), ctypes.byref(when))
+            self._running[out.generation] = out
+        finally:
+            if not self._running:
+                self._loop().remove_reader(self._fd)
         return out
 
     def is_of(self, loop):
@@ -292,13 +314,9 @@ class Stream(Single):
     def __init__(self, session, call, prompt, options, on_text=True):
         cancel, progress, parts = options.pop("cancel", None), options.pop("progress", None), options.pop("parts", False)
         self._submit = {name: options.pop(name) for name in ("priority", "deadline") if name in options}
-        self._work, self._watch, self._parts = (call, prompt, options), (cancel, progress), parts
-        self._owner, self._arrivals = session, None
-        self._session = session._second()
-        self._on_text, self._relay = on_text, _Relay(on_text is not None, parts)
-        # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
-        self._thread = threading.Thread(target=self._relay.run, args=(self._session, call, prompt, options, cancel, progress),
-                                        daemon=True)
+        self._owner, self._arrivals, self._on_text = session, None, on_text
+        work = _Work(session._second(), call, prompt, options, cancel, progress, parts)
+        self._relay = _Relay(work, on_text is not None)
         _running.add(self)
 
     def __iter__(self):
@@ -308,13 +326,13 @@ class Stream(Single):
         if self._arrivals is not None or self._submit:
             raise TypeError("an event loop reads this stream, or is to by its priority or deadline; use async for, or await")
         try:
-            piece = self._relay.take(self._thread)
+            piece = self._relay.take()
         except BaseException:
             self.stop()
             raise
         if piece is not None:
             return piece
-        self._join()
+        self._relay.join()
         if self._relay.error is not None:
             raise self._relay.error
         raise StopIteration
@@ -324,8 +342,8 @@ class Stream(Single):
         if self._arrivals is not None:
             self._arrivals.cancel()
             return
-        self._relay.stop(self._session, self._thread)
-        self._join()
+        self._relay.stop()
+        self._relay.join()
 
     def __aiter__(self):
         return self
@@ -358,17 +376,16 @@ class Stream(Single):
     async def _submitted(self):
         if self._arrivals is not None:
             return
-        cancel, progress = self._watch
+        work, session = self._relay.work, self._owner
         if self._relay.phase != _Relay.NEW:
             raise TypeError("this stream is read without an event loop, or was stopped")
-        if progress is not None:
+        if work.progress is not None:
             raise TypeError("a stream of an event loop takes no progress; its pieces say what has run")
-        session, call, prompt, options = self._owner, *self._work
         if session._left is not None:
             await session._left.end_of_it()
             session._left = None
         queue = _LoopQueue.of(asyncio.get_running_loop(), session._model)
-        self._arrivals = queue.submit(self._session, call, prompt, options, self._submit, cancel, self._parts)
+        self._arrivals = queue.submit(work, self._submit)
 
     def _leave(self):
         """Ends a generation that runs for an event loop."""
@@ -378,13 +395,8 @@ class Stream(Single):
             self._owner._left = self._arrivals
             self._arrivals.cancel()
 
-    def _join(self):
-        # The garbage collector may have run in that thread.
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
-
     def __del__(self):
-        if hasattr(self, "_thread"):
+        if hasattr(self, "_relay"):
             self._leave()
 
     @property

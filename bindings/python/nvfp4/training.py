@@ -190,8 +190,8 @@ class Trainer(Handle):
 
     def model(self, cancel=None):
         """
-        The model that is trained, for sessions between steps, on the memory that is trained. It ends with the next step: using it or its
-        sessions raises InvalidArgument from then on, and step() raises Busy while a session runs.
+        The model that is trained, for sessions beside the steps, on the memory that is trained. It follows each step: its sessions keep their
+        tokens, and go on with the new weights. Other threads may run them during a step, and wait for it.
         """
         return Model._own(_watched(lambda call: native.value_out(ctypes.c_void_p, lib.trainer_model, self, call), cancel))
 

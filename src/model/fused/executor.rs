@@ -11,7 +11,8 @@ use crate::cuda::Gpu;
 /// Runs prompts and decode steps of one model.
 pub(in crate::model) struct Executor {
     pub(super) lowered: Lowered,
-    memory: Mutex<Memory>,
+    /// Shared with the executor of the model's next weights.
+    memory: Arc<Mutex<Memory>>,
 }
 
 impl Executor {
@@ -28,7 +29,21 @@ impl Executor {
         gpu.empty_cache()?;
         Ok(Executor {
             lowered,
-            memory: Mutex::new(memory),
+            memory: Arc::new(Mutex::new(memory)),
+        })
+    }
+
+    /// An executor of the same model with other weights, in the same working memory. A step that ran ahead is dropped, and so are recorded
+    /// passes: recordings have addresses of vectors, and scales of matrices, of the weights before.
+    pub(in crate::model) fn renewed(&self, source: Source<'_>) -> Result<Executor> {
+        let mut memory = self.memory();
+        memory.forget()?;
+        memory.graphs.clear();
+        drop(memory);
+        Ok(Executor {
+            // Weights under training have no tables in host memory.
+            lowered: Lowered::new(&self.lowered.gpu, source, HostTables::default())?,
+            memory: self.memory.clone(),
         })
     }
 

@@ -13,13 +13,14 @@ use NVFP4::format::residual::Bits;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::training::Source;
 use NVFP4::model::{Device, KvType, LoadOptions, Logits, Scratch};
+use NVFP4::session::{GenerateOptions, Piece, Session, SessionOptions};
 use NVFP4::train::{Clip, Config, Lora, Recipe, Trainer};
 
 use super::{error, losses, text};
 use crate::common::golden;
 use crate::support::gpu;
 
-/// The model on live weights, through fused kernels, has the bits of the model that an export gives.
+/// The model on live weights, through fused kernels, has the bits of the model that an export gives, also after further steps.
 #[test]
 fn a_gpu_runs_the_weights_that_it_trains() {
     let Some(gpu) = gpu() else { return };
@@ -75,10 +76,74 @@ fn a_gpu_runs_the_weights_that_it_trains() {
         // The trainer has an untied embedding in memory of its own, and the loaded model in host memory: the values are equal.
         assert!(found == expected, "{name}: {:e}", error(&found, &expected));
         losses(&mut trainer, 5..6);
-        assert!(logits(&model).is_err());
-        let next = trainer.model(&source).unwrap();
-        assert!(logits(&next).unwrap() != found);
+        trainer
+            .export_directory(&source, &place, Tables::Auto, true)
+            .unwrap();
+        let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
+        let (after, expected) = (logits(&model).unwrap(), logits(&loaded).unwrap());
+        assert!(after == expected, "{name}: {:e}", error(&after, &expected));
+        assert!(after != found, "{name}");
         std::fs::remove_dir_all(&place).unwrap();
+    }
+}
+
+/// Sessions on weights that are trained go on after a step as new ones with the same tokens do: what ran ahead, recorded steps and keys of
+/// the weights before are not used. Both run their tokens as a prompt, and then the same calls.
+#[test]
+fn sessions_go_on_with_the_weights_after_a_step() {
+    let Some(gpu) = gpu() else { return };
+    let device = Device::Cuda(gpu);
+    for name in ["qwen3_tied", "mistral_window"] {
+        let source = Source::open(&golden(name)).unwrap();
+        let mut config = Config {
+            steps: 20,
+            ..Config::default()
+        };
+        config.optimizer.rate = 2e-3;
+        let mut trainer = Trainer::new(&device, &source, &config).unwrap();
+        losses(&mut trainer, 0..2);
+        let model = trainer.model(&source).unwrap();
+        let options = SessionOptions {
+            private: true,
+            ..SessionOptions::default()
+        };
+        let session = |tokens: &[u32]| {
+            let mut session = Session::new(model.clone(), &options).unwrap();
+            session.prefill(tokens).unwrap();
+            session
+        };
+        let generate = GenerateOptions {
+            max_tokens: 12,
+            ignore_model_stops: true,
+            ..GenerateOptions::default()
+        };
+        let mut go = |_: Piece<'_>| ControlFlow::Continue(());
+        let (tokens, _) = text(3, 40, source.spec().vocab_size);
+        let mut old = session(&tokens);
+        for step in 2..5 {
+            // A step has run ahead when the generation ends, and is recorded.
+            old.generate(&generate, &mut go).unwrap();
+            losses(&mut trainer, step..step + 1);
+            let mut new = session(old.tokens());
+            let [a, b] = [&mut old, &mut new].map(|s| s.logits().unwrap().to_vec());
+            assert!(a == b, "{name}: {:e}", error(&a, &b));
+            let [a, b] =
+                [&mut old, &mut new].map(|s| s.generate(&generate, &mut go).unwrap().tokens);
+            assert_eq!(a, b, "{name}");
+        }
+        // A thread that generates goes on while steps come.
+        std::thread::scope(|scope| {
+            let generating = scope.spawn(|| {
+                let made = old.generate(&generate, &mut |_| ControlFlow::Continue(()));
+                (made.unwrap().tokens.len(), old)
+            });
+            losses(&mut trainer, 5..10);
+            let (made, mut old) = generating.join().unwrap();
+            let mut new = session(old.tokens());
+            losses(&mut trainer, 10..11);
+            let [a, b] = [&mut old, &mut new].map(|s| s.logits().unwrap().to_vec());
+            assert!(made == 12 && a == b, "{name}: {:e}", error(&a, &b));
+        });
     }
 }
 

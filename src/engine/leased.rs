@@ -1,0 +1,52 @@
+//! Weights that a trainer changes: passes over them, and its steps, wait for each other.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::base::lease::{Change, Held, Lease};
+
+/// The lease on the weights of a model that is trained.
+pub(super) struct Leased {
+    lease: Arc<Lease>,
+    /// The epoch of the weights that the model has.
+    renewed: AtomicU64,
+}
+
+impl Leased {
+    /// A model of the weights as they are.
+    pub(super) fn new(lease: &Arc<Lease>) -> Leased {
+        Leased {
+            renewed: AtomicU64::new(lease.epoch()),
+            lease: lease.clone(),
+        }
+    }
+
+    /// Fails on a thread in which a step of the trainer runs.
+    pub(super) fn check_thread(&self) -> Result<()> {
+        self.lease.check_thread()
+    }
+
+    /// Waits for steps as [`Lease::hold`] does. Fails if the model did not follow the last one.
+    pub(super) fn hold(&self, give_up: impl Fn() -> bool) -> Result<Held> {
+        let held = self.lease.hold(give_up)?;
+        if held.epoch() != self.renewed.load(Ordering::Relaxed) {
+            bail!(
+                InvalidArgument,
+                "a step has changed the weights, and the model could not follow it, as the log says; ask the trainer for its model again"
+            );
+        }
+        Ok(held)
+    }
+
+    /// Whether the model has the weights as they are.
+    pub(super) fn is_renewed(&self) -> bool {
+        self.renewed.load(Ordering::Relaxed) == self.lease.epoch()
+    }
+
+    /// Records that the model has the weights as they are in a change.
+    pub(super) fn renewed(&self, change: &Change) {
+        self.renewed.store(change.epoch(), Ordering::Relaxed);
+    }
+}
