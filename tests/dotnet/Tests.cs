@@ -50,6 +50,7 @@ static partial class Tests
             Run("progress", Progress);
             Run("log-probabilities", LogProbabilities);
             Run("detokenizers", Detokenizers);
+            Run("grammars", Grammars);
             Run("exceptions from handlers", HandlersThrow);
             Run("typed exceptions", TypedExceptions);
             Run("conversations", Conversations);
@@ -701,6 +702,51 @@ static partial class Tests
             options.LogProbabilities = false;
             session.Generate(options, piece => float.IsNaN(piece.LogProbability));
             Same(20 + 8L, session.Length);
+        }
+    }
+
+    /// Random weights write what a grammar allows, and what is wrong with one is said with its place.
+    static void Grammars()
+    {
+        GenerateOptions options = Tokens(60);
+        options.Temperature = 1.5f;
+        using (Grammar choices = Grammar.Choices(model, new[] { "yes \"sir\"", "no, 語" }), regex = Grammar.Regex(model, "[0-9]{3}-[a-c]{2}"),
+            schema = Grammar.JsonSchema(model, "{\"type\": \"object\", \"properties\": {\"a\": {\"enum\": [1, 23]}}, \"required\": [\"a\"], \"additionalProperties\": false}"))
+            for (ulong seed = 0; seed < 4; seed++)
+                foreach (Grammar grammar in new[] { choices, regex, schema })
+                    using (var session = new Session(model))
+                    {
+                        options.Grammar = grammar;
+                        options.Seed = seed;
+                        session.Prefill(new[] { 17, 201, 33 });
+                        Generation made = session.Generate(options);
+                        Same(FinishReason.Stop, made.Finish);
+                        Check(grammar == choices ? session.Text == "yes \"sir\"" || session.Text == "no, 語"
+                            : grammar == regex ? session.Text.Length == 6 && session.Text[3] == '-' && "abc".IndexOf(session.Text[5]) >= 0
+                            : session.Text == "{\"a\": 1}" || session.Text == "{\"a\": 23}", session.Text);
+                        // Single tokens are chosen without one, and are not held in silence.
+                        Throws<Nvfp4ArgumentException>(() => session.Sample(options), "grammar");
+                    }
+        // Those above were disposed of.
+        using (var session = new Session(model))
+        {
+            session.Prefill(new[] { 17 });
+            Throws<ObjectDisposedException>(() => session.Generate(options));
+            options.Grammar = null;
+            Same(60L, session.Generate(options).GeneratedTokens);
+        }
+        Throws<Nvfp4ArgumentException>(() => Grammar.JsonSchema(model, "{\"type\": 3}"), "JSON schema");
+        Throws<Nvfp4ArgumentException>(() => Grammar.Regex(model, "(a"), "byte 0");
+        Throws<Nvfp4ArgumentException>(() => Grammar.Lark(model, "start: nothing"), "Lark");
+        Throws<Nvfp4ArgumentException>(() => Grammar.Choices(model, new string[0]), "empty");
+        Throws<ArgumentNullException>(() => Grammar.Choices(model, new string[] { null }));
+        Throws<ArgumentNullException>(() => Grammar.Regex(null, "a"));
+        // A call that must come, of a model that would think.
+        const string tools = "[{\"name\": \"weather\", \"parameters\": {\"type\": \"object\", \"properties\": {\"city\": {\"enum\": [\"Paris\"]}}, \"required\": [\"city\"]}}]";
+        using (var chat = new ChatSession(thinker, turns: new ChatOptions { Tools = tools }))
+        {
+            chat.Ask("?", new GenerateOptions { ToolCalls = ToolCalls.Required, MaxTokens = 200 });
+            Check(chat.ToolCalls.Count == 1 && chat.ToolCalls[0].Name == "weather", chat.Text);
         }
     }
 
@@ -1577,7 +1623,7 @@ static partial class Tests
                     fresh.Prefill(a.Tokens);
                     Check(a.Logits.SequenceEqual(fresh.Logits));
                 }
-                Check(live.Statistics.RecomputedTokens > 0);
+                Check(live.Statistics().RecomputedTokens > 0);
             }
         }
     }

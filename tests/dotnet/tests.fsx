@@ -65,6 +65,9 @@ test "pipes of models and conversations" (fun () ->
     same "好語" ("" |> Chat.askWith few chat)
     same [ "好" ] ("" |> Chat.streamWith (few |> Generate.stopStrings [ "語" ]) chat |> List.ofSeq)
     same Int64.MaxValue (Generate.defaults ()).MaxTokens
+    // Texts of a form.
+    use form = model |> Grammar.choices [ "語😀"; "好語" ]
+    same "好語" ("" |> Chat.askWith (Generate.defaults () |> Generate.grammar form) chat)
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""

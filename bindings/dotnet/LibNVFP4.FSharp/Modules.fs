@@ -168,6 +168,12 @@ module Generate =
     /// Texts that end the text.
     let stopStrings (texts: string seq) = changed (fun o -> o.StopStrings <- texts)
 
+    /// The form that the text has, in a chat the content of the answer.
+    let grammar (form: Grammar) = changed (fun o -> o.Grammar <- form)
+
+    /// Whether tool calls are held to the schemas of their tools.
+    let toolCalls (how: ToolCalls) = changed (fun o -> o.ToolCalls <- how)
+
     /// Has handlers told each token's log-probability.
     let logProbabilities (options: GenerateOptions) = changed (fun o -> o.LogProbabilities <- true) options
 
@@ -176,6 +182,21 @@ module Generate =
 
     /// Takes the model's own stop tokens like any other.
     let ignoreModelStops (options: GenerateOptions) = changed (fun o -> o.IgnoreModelStops <- true) options
+
+/// The form of a text, compiled once for a model: `Generate.grammar` takes it.
+[<RequireQualifiedAccess>]
+module Grammar =
+    /// JSON that fits a schema.
+    let jsonSchema (schema: string) (model: Model) = Grammar.JsonSchema(model, schema)
+
+    /// Texts that a regular expression fits as a whole.
+    let regex (pattern: string) (model: Model) = Grammar.Regex(model, pattern)
+
+    /// Texts of a Lark grammar.
+    let lark (grammar: string) (model: Model) = Grammar.Lark(model, grammar)
+
+    /// One of several texts.
+    let choices (texts: string seq) (model: Model) = Grammar.Choices(model, texts)
 
 /// How turns are written and answered: `Turn.defaults () |> Turn.thinking false |> Turn.tools json`. Each function gives a copy.
 [<RequireQualifiedAccess>]

@@ -217,6 +217,8 @@ namespace LibNVFP4
         /// The options of drawing that were set.
         bool temperature, topK, topP, minP, repetitionPenalty;
 
+        Grammar grammar;
+
         /// <summary>The defaults: greedy, as many tokens as fit in the context.</summary>
         public GenerateOptions()
         {
@@ -334,6 +336,20 @@ namespace LibNVFP4
 
         /// <summary>Stop strings: each ends the text and is not part of it. Special tokens give no text, but a stop string may contain the name of one. Default: null, none.</summary>
         public IEnumerable<string> StopStrings { get; set; }
+
+        /// <summary>The form that the text has, in a chat the content of the answer. Default: null, none.</summary>
+        public Grammar Grammar
+        {
+            get => grammar;
+            set
+            {
+                grammar = value;
+                Raw.Grammar = value == null ? IntPtr.Zero : value.Handle.DangerousGetHandle();
+            }
+        }
+
+        /// <summary>Whether tool calls of a chat without <see cref="Grammar"/> are held to the schemas of their tools. Default: they are free.</summary>
+        public ToolCalls ToolCalls { get => (ToolCalls)Raw.ToolCalls; set => Raw.ToolCalls = (int)value; }
 
         /// <summary>Receives the number of tokens run: those of the prompt, and then those that are generated. Default: null.</summary>
         public ProgressHandler Progress { get; set; }

@@ -11,7 +11,7 @@ namespace LibNVFP4
     {
         readonly List<GCHandle> pins = new List<GCHandle>();
 
-        public void Dispose()
+        public virtual void Dispose()
         {
             foreach (GCHandle pin in pins)
                 pin.Free();
@@ -30,13 +30,18 @@ namespace LibNVFP4
     {
         internal NativeGenerateOptions Raw;
 
+        readonly GrammarHandle grammar;
+        bool holdsGrammar;
+
         internal PinnedOptions(GenerateOptions options)
         {
             if (options == null)
                 return;
             Raw = options.Raw;
+            grammar = options.Grammar?.Handle;
             try
             {
+                grammar?.DangerousAddRef(ref holdsGrammar);
                 if (options.StopTokens != null)
                 {
                     int[] tokens = new List<int>(options.StopTokens).ToArray();
@@ -63,6 +68,14 @@ namespace LibNVFP4
                 Dispose();
                 throw;
             }
+        }
+
+        public override void Dispose()
+        {
+            base.Dispose();
+            if (holdsGrammar)
+                grammar.DangerousRelease();
+            holdsGrammar = false;
         }
     }
 }
