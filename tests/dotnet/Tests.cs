@@ -727,7 +727,7 @@ static partial class Tests
                         // Single tokens are chosen without one, and are not held in silence.
                         Throws<Nvfp4ArgumentException>(() => session.Sample(options), "grammar");
                     }
-        // Those above were disposed of.
+        // The grammars above are disposed of.
         using (var session = new Session(model))
         {
             session.Prefill(new[] { 17 });
