@@ -28,6 +28,8 @@ fn main() {
         println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,{soname}");
         // Worker threads may outlive a dlclose, so their code must stay.
         println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
+        // Crates that have a C interface of their own would export it too.
+        println!("cargo::rustc-cdylib-link-arg=-Wl,--exclude-libs,ALL");
         link_soname(soname);
     }
     embed_kernels();

@@ -5,6 +5,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import List, Sequence
 
 import nvfp4
 
@@ -12,12 +13,12 @@ GROUP = 8
 LENGTH = 16
 
 
-def worth(answer):
+def worth(answer: Sequence[int]) -> List[float]:
     """The worth of each token of an answer: 1 for even ids. It stands for whatever judges answers."""
     return [1.0 - token % 2 for token in answer]
 
 
-def sampled(asked):
+def sampled(asked: nvfp4.Session) -> List[List[int]]:
     """A group of answers of the session `asked`, which holds the prompt. A step may come between any two tokens of them."""
     answers = []
     for _ in range(GROUP):
@@ -28,9 +29,12 @@ def sampled(asked):
     return answers
 
 
-def batch_of(prompt, answers) -> nvfp4.Batch:
+def batch_of(prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> nvfp4.Batch:
     """Each token of an answer is learned as far as it is worth it, and those of the prompt are not."""
-    tokens, labels, lengths, weights = [], [], [], []
+    tokens: List[int] = []
+    labels: List[int] = []
+    lengths: List[int] = []
+    weights: List[float] = []
     for answer in answers:
         tokens += [*prompt, *answer]
         labels += [-100] * (len(prompt) - 1) + [*answer, -100]

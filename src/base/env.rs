@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use super::error::{Result, bail};
 
@@ -110,6 +111,20 @@ pub fn threads() -> Result<Option<usize>> {
             _ => bail!(
                 InvalidArgument,
                 "NVFP4_THREADS is '{s}'; it takes a whole number from 1 to 1024"
+            ),
+        },
+    }
+}
+
+/// `NVFP4_GRAMMAR_MS`: the most milliseconds of a processor's time for compiling a grammar; unset means 100.
+pub fn grammar_time() -> Result<Duration> {
+    match text("NVFP4_GRAMMAR_MS") {
+        None => Ok(Duration::from_millis(100)),
+        Some(s) => match s.parse::<u64>() {
+            Ok(n) if (1..=60_000).contains(&n) => Ok(Duration::from_millis(n)),
+            _ => bail!(
+                InvalidArgument,
+                "NVFP4_GRAMMAR_MS is '{s}'; it takes a whole number from 1 to 60000"
             ),
         },
     }

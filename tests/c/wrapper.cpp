@@ -761,7 +761,10 @@ void training(const char *model, const std::string &scratch)
     CHECK(a.logits() == b.logits());
     CHECK(b.generate().generated_tokens > 0);
     trainer.clone().step({batch});
-    CHECK(status_of([&] { b.logits(); }) == NVFP4_INVALID_ARGUMENT);
+    // The session goes on with the new weights.
+    nvfp4::Session fresh(live);
+    fresh.prefill(b.tokens());
+    CHECK(b.logits() == fresh.logits() && b.logits() != a.logits());
     CHECK(status_of([&] { trainer.step({nvfp4::MicroBatch{tokens, {1, 2}, {}}}); }) == NVFP4_INVALID_ARGUMENT);
     nvfp4::TrainerOptions taught;
     taught.threads = 1;

@@ -2,19 +2,20 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use llguidance::TokenParser;
 use llguidance::api::TopLevelGrammar;
 use serde_json::Value;
 
-use super::limits::{COMPILE_TIME, LONGEST, LONGEST_SOURCE, MEMORY, MOST_GIVEN_UP, STACK};
+use super::limits::{LONGEST, LONGEST_SOURCE, MEMORY, MOST_GIVEN_UP, STACK};
 use super::message::{on_regex, one_line};
 use super::regex;
 use super::schema;
 use super::vocabulary::GrammarVocabulary;
 use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{bail, err};
-use crate::base::{Result, panics, threads};
+use crate::base::{Result, env, panics, threads};
 use crate::text::grammar_source::GrammarSource;
 
 /// Threads that went beyond their limits.
@@ -42,11 +43,12 @@ pub(super) fn compile(
             "{given_up} grammars of this process went far beyond their limits and still hold memory; no further one is compiled"
         );
     }
+    let allowed = env::grammar_time()?;
     let source = owned(source)?;
     let vocabulary = vocabulary.clone();
-    let done = threads::bounded(STACK, MEMORY, LONGEST, move || {
+    let done = threads::bounded(STACK, MEMORY, allowed * LONGEST, move || {
         foreign(Budget::GRAMMAR, || {
-            let built = panics::caught(|| built(&vocabulary, source));
+            let built = panics::caught(|| built(&vocabulary, source, allowed));
             let built = built.unwrap_or_else(|panic| Err(err!(Unsupported, "{panic}")));
             Ok((built, threads::processor_time()))
         })
@@ -55,17 +57,17 @@ pub(super) fn compile(
         GIVEN_UP.fetch_add(1, Ordering::Relaxed);
         bail!(
             InvalidArgument,
-            "the {name} takes more than {} MB of memory, or {} s of a processor's time, to be compiled; make it smaller",
+            "the {name} takes more than {} MB of memory, or {} ms of a processor's time, to be compiled; make it smaller",
             MEMORY >> 20,
-            LONGEST.as_secs()
+            (allowed * LONGEST).as_millis()
         );
     };
-    if time > COMPILE_TIME {
+    if time > allowed {
         bail!(
             InvalidArgument,
             "the {name} takes {} ms of a processor's time to be compiled, and at most {} are allowed; make it smaller",
             time.as_millis(),
-            COMPILE_TIME.as_millis()
+            allowed.as_millis()
         );
     }
     built.map_err(|e| e.within(name))
@@ -115,7 +117,7 @@ fn owned(source: GrammarSource<'_>) -> Result<Owned> {
     })
 }
 
-fn built(vocabulary: &GrammarVocabulary, source: Owned) -> Result<TokenParser> {
+fn built(vocabulary: &GrammarVocabulary, source: Owned, allowed: Duration) -> Result<TokenParser> {
     let is_regex = matches!(source, Owned::Regex(_));
     let (grammar, schema) = match source {
         Owned::Regex(grammar) | Owned::Lark(grammar) => (grammar, None),
@@ -130,7 +132,8 @@ fn built(vocabulary: &GrammarVocabulary, source: Owned) -> Result<TokenParser> {
     let parser = vocabulary.factory().create_parser(grammar);
     let mut parser = parser.map_err(|e| {
         let message = one_line(&format!("{e:#}"));
-        let place = schema.and_then(|schema| schema::place(vocabulary, &schema, &message));
+        let place =
+            schema.and_then(|schema| schema::place(vocabulary, &schema, &message, allowed / 2));
         match place {
             Some(place) => err!(InvalidArgument, "{place}: {message}"),
             None if is_regex => err!(InvalidArgument, "{}", on_regex(&message)),

@@ -1,23 +1,20 @@
 //! Limits of compiling and following a grammar.
 
-use std::time::Duration;
-
 use llguidance::api::ParserLimits;
 
 use crate::base::alloc::Budget;
 
-/// Most processor time for compiling a grammar.
-pub(super) const COMPILE_TIME: Duration = Duration::from_millis(100);
-/// Processor time after which the thread that compiles is given up. The limits of the parser end almost all work long before.
-pub(super) const LONGEST: Duration = Duration::from_secs(2);
+/// Multiple of [`grammar_time`](crate::base::env::grammar_time) after which the thread that compiles is given up. The limits of the parser
+/// end almost all work long before.
+pub(super) const LONGEST: u32 = 20;
 /// Most bytes that compiling takes at a time.
 pub(super) const MEMORY: usize = Budget::GRAMMAR.bytes();
 /// Stack for compiling: a schema may be nested as deeply as JSON is read, by some 5 KB of stack a level.
 pub(super) const STACK: usize = 16 << 20;
-/// Most bytes of a source: a list of so many short strings takes several times [`COMPILE_TIME`].
+/// Most bytes of a source: a list of so many short strings takes several times 100 ms.
 pub(super) const LONGEST_SOURCE: usize = 256 << 10;
 /// Most properties of one object in a schema. The time for optional ones grows with the square of their number; for so many it is several
-/// times [`COMPILE_TIME`].
+/// times 100 ms.
 pub(super) const MOST_PROPERTIES: usize = 1000;
 /// Most parts of a regular expression, with those of what it repeats counted as often.
 pub(super) const MOST_PARTS: usize = 100_000;

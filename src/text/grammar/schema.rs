@@ -1,9 +1,11 @@
 //! JSON schemas as grammars, and the place of what a schema has wrong.
 
+use std::time::Duration;
+
 use llguidance::api::{GrammarInit, TopLevelGrammar};
 use serde_json::{Map, Value};
 
-use super::limits::{COMPILE_TIME, MOST_PROPERTIES};
+use super::limits::MOST_PROPERTIES;
 use super::message::one_line;
 use super::regex;
 use super::vocabulary::GrammarVocabulary;
@@ -96,11 +98,12 @@ pub(super) fn place(
     vocabulary: &GrammarVocabulary,
     schema: &Value,
     message: &str,
+    until: Duration,
 ) -> Option<String> {
     let (mut at, mut pointer) = (schema, String::new());
-    // The search is part of compiling, and is left when that has no more time.
+    // The search is part of compiling, and is left when its thread has taken that much time.
     while let Some((step, inner)) = children(at).into_iter().find(|(_, inner)| {
-        threads::processor_time() < COMPILE_TIME / 2
+        threads::processor_time() < until
             && fails_with(vocabulary, with_definitions(inner, schema), message)
     }) {
         pointer.push_str(&step);
