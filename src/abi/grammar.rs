@@ -83,8 +83,8 @@ pub unsafe extern "C-unwind" fn NVFP4_grammar_options_init(
 /// Compiles a grammar for a model, which must have a tokenizer. The first one of a model also prepares its vocabulary, which takes up to
 /// some seconds for a large one and is kept with the model.
 ///
-/// A grammar that takes more than 100 ms of a processor's time or 64 MB of memory to compile is refused, and one that no text fits, as
-/// far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular expression,
+/// A grammar that takes more than 100 ms of a processor's time, or what the environment's NVFP4_GRAMMAR_MS allows, or 64 MB of memory to
+/// compile is refused, and one that no text fits, as far as that shows. The error of what is not supported names its place: a JSON pointer into the schema, a byte of the regular expression,
 /// or a line and column.
 ///
 /// - `options`: the kind of the source. NULL for a JSON schema.

@@ -14,6 +14,20 @@ fn text(name: &str) -> Option<String> {
         .filter(|s| !s.is_empty())
 }
 
+/// A number from 1 to `most`.
+fn number_up_to(name: &str, most: usize) -> Result<Option<usize>> {
+    let Some(s) = text(name) else {
+        return Ok(None);
+    };
+    match s.parse::<usize>() {
+        Ok(n) if (1..=most).contains(&n) => Ok(Some(n)),
+        _ => bail!(
+            InvalidArgument,
+            "{name} is '{s}'; it takes a whole number from 1 to {most}"
+        ),
+    }
+}
+
 /// Whether a boolean variable of the Hugging Face tools is set.
 fn is_on(name: &str) -> bool {
     text(name).is_some_and(|s| {
@@ -104,30 +118,13 @@ pub fn cpu_level() -> Option<String> {
 
 /// `NVFP4_THREADS`: the default number of CPU threads; unset means one per available core.
 pub fn threads() -> Result<Option<usize>> {
-    match text("NVFP4_THREADS") {
-        None => Ok(None),
-        Some(s) => match s.parse::<usize>() {
-            Ok(n) if (1..=1024).contains(&n) => Ok(Some(n)),
-            _ => bail!(
-                InvalidArgument,
-                "NVFP4_THREADS is '{s}'; it takes a whole number from 1 to 1024"
-            ),
-        },
-    }
+    number_up_to("NVFP4_THREADS", 1024)
 }
 
 /// `NVFP4_GRAMMAR_MS`: the most milliseconds of a processor's time for compiling a grammar; unset means 100.
 pub fn grammar_time() -> Result<Duration> {
-    match text("NVFP4_GRAMMAR_MS") {
-        None => Ok(Duration::from_millis(100)),
-        Some(s) => match s.parse::<u64>() {
-            Ok(n) if (1..=60_000).contains(&n) => Ok(Duration::from_millis(n)),
-            _ => bail!(
-                InvalidArgument,
-                "NVFP4_GRAMMAR_MS is '{s}'; it takes a whole number from 1 to 60000"
-            ),
-        },
-    }
+    let milliseconds = number_up_to("NVFP4_GRAMMAR_MS", 60_000)?.unwrap_or(100);
+    Ok(Duration::from_millis(milliseconds as u64))
 }
 
 /// `TS_Q4_DISABLE_UM`, shared with TorchSharp.Q4.Extension: whether managed (unified) memory is disabled, by `1`, `true` or `yes`.

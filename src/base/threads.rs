@@ -163,16 +163,8 @@ impl Thread {
         if unsafe { libc::pthread_getcpuclockid(self.0, clock.as_mut_ptr()) } != 0 {
             return None;
         }
-        let mut time = MaybeUninit::<libc::timespec>::uninit();
-        // SAFETY: the calls have room for their results, which are read only after success.
-        let time = unsafe {
-            if libc::clock_gettime(clock.assume_init(), time.as_mut_ptr()) != 0 {
-                return None;
-            }
-            time.assume_init()
-        };
-        let seconds = u64::try_from(time.tv_sec).ok()?;
-        Some(Duration::from_secs(seconds) + Duration::from_nanos(time.tv_nsec.unsigned_abs()))
+        // SAFETY: the call above has succeeded.
+        time_of(unsafe { clock.assume_init() })
     }
 
     /// Other systems have no thread clock; wall time is used instead.
@@ -300,16 +292,21 @@ pub fn processor_time() -> Duration {
     const CLOCK: libc::clockid_t = libc::CLOCK_THREAD_CPUTIME_ID;
     #[cfg(not(target_os = "linux"))]
     const CLOCK: libc::clockid_t = libc::CLOCK_PROCESS_CPUTIME_ID;
+    time_of(CLOCK).unwrap_or_default()
+}
+
+/// The time of a clock; `None` if the system refuses it.
+fn time_of(clock: libc::clockid_t) -> Option<Duration> {
     let mut time = MaybeUninit::<libc::timespec>::uninit();
-    // SAFETY: the call has room for what it writes, and has succeeded where that is read.
+    // SAFETY: the call has room for its result, which is read only after success.
     let time = unsafe {
-        if libc::clock_gettime(CLOCK, time.as_mut_ptr()) != 0 {
-            return Duration::ZERO;
+        if libc::clock_gettime(clock, time.as_mut_ptr()) != 0 {
+            return None;
         }
         time.assume_init()
     };
-    let seconds = u64::try_from(time.tv_sec).unwrap_or_default();
-    Duration::from_secs(seconds) + Duration::from_nanos(time.tv_nsec.unsigned_abs())
+    let seconds = u64::try_from(time.tv_sec).ok()?;
+    Some(Duration::from_secs(seconds) + Duration::from_nanos(time.tv_nsec.unsigned_abs()))
 }
 
 impl Crew {

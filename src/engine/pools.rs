@@ -312,16 +312,20 @@ impl<S: BuildHasher + Clone> Pools<S> {
     /// Removes from the index the block that no sequence has used for longest, and blocks that are of no use without it. Returns those that
     /// are free; none if sequences use all blocks of the index.
     pub(super) fn evict(&mut self) -> Vec<Place> {
-        let mut freed = self.index.give_up_oldest();
-        freed.retain(|place| self.withdraw(*place));
-        freed
+        let given_up = self.index.give_up_oldest();
+        self.withdraw_all(given_up)
     }
 
     /// Removes all nodes from the index. Returns the blocks that are free.
     pub(super) fn forget_prefixes(&mut self) -> Vec<Place> {
-        let mut freed = self.index.give_up_all();
-        freed.retain(|place| self.withdraw(*place));
-        freed
+        let given_up = self.index.give_up_all();
+        self.withdraw_all(given_up)
+    }
+
+    /// Notes that blocks have left the index. Returns those that are free.
+    fn withdraw_all(&mut self, mut places: Vec<Place>) -> Vec<Place> {
+        places.retain(|place| self.withdraw(*place));
+        places
     }
 }
 

@@ -577,11 +577,22 @@ mod tests {
 
     /// The token that these options choose in the first draw, or the error.
     fn chosen(options: &SamplingOptions, logits: &[f32], history: &[u32]) -> Result<u32> {
+        chosen_within(options, logits, history, None, 0)
+    }
+
+    /// As [`chosen`], in any draw, and within a mask.
+    fn chosen_within(
+        options: &SamplingOptions,
+        logits: &[f32],
+        history: &[u32],
+        mask: Option<&[u32]>,
+        draw: u64,
+    ) -> Result<u32> {
         let choice = Choice {
             options,
-            draw: 0,
+            draw,
             history,
-            allowed: None,
+            allowed: mask.map(TokenMask),
         };
         sample(logits, &choice, &mut SampleScratch::default())
     }
@@ -593,22 +604,6 @@ mod tests {
             mask[token / 32] |= 1 << (token % 32);
         }
         mask
-    }
-
-    fn chosen_within(
-        options: &SamplingOptions,
-        logits: &[f32],
-        history: &[u32],
-        mask: &[u32],
-        draw: u64,
-    ) -> Result<u32> {
-        let choice = Choice {
-            options,
-            draw,
-            history,
-            allowed: Some(TokenMask(mask)),
-        };
-        sample(logits, &choice, &mut SampleScratch::default())
     }
 
     #[test]
@@ -639,37 +634,19 @@ mod tests {
             for draw in 0..200 {
                 let seed = random::bits(draw, 1);
                 let part = mask((0..tokens).filter(|i| seed >> (i % 61) & 1 == 1), 3);
-                let within = |mask: &[u32]| chosen_within(options, &logits, &[7, 8], mask, draw);
-                let token = within(&part).unwrap();
-                assert!(TokenMask(&part).allows(token), "{options:?}");
-                // It is the choice from the logits of allowed tokens alone.
-                let allowed = |i: usize| TokenMask(&part).allows(i as u32);
-                let only: Vec<f32> = (0..tokens)
-                    .map(|i| {
-                        if allowed(i) {
-                            logits[i]
-                        } else {
-                            f32::NEG_INFINITY
-                        }
-                    })
-                    .collect();
-                assert_eq!(within(&all).unwrap(), {
-                    let choice = Choice {
-                        options,
-                        draw,
-                        history: &[7, 8],
-                        allowed: None,
-                    };
-                    sample(&logits, &choice, &mut SampleScratch::default()).unwrap()
-                });
-                let choice = Choice {
-                    options,
-                    draw,
-                    history: &[7, 8],
-                    allowed: None,
+                let chosen = |logits: &[f32], mask: Option<&[u32]>| {
+                    chosen_within(options, logits, &[7, 8], mask, draw).unwrap()
                 };
-                let unmasked = sample(&only, &choice, &mut SampleScratch::default());
-                assert_eq!(token, unmasked.unwrap());
+                let token = chosen(&logits, Some(&part));
+                assert!(TokenMask(&part).allows(token), "{options:?}");
+                assert_eq!(chosen(&logits, Some(&all)), chosen(&logits, None));
+                // It is the choice from the logits of allowed tokens alone.
+                let mut only = logits.clone();
+                let excluded = |i: &usize| !TokenMask(&part).allows(*i as u32);
+                for i in (0..tokens).filter(excluded) {
+                    only[i] = f32::NEG_INFINITY;
+                }
+                assert_eq!(token, chosen(&only, None));
             }
         }
     }
@@ -678,7 +655,7 @@ mod tests {
     fn masks_are_short_or_empty() {
         let greedy = SamplingOptions::default();
         let logits = [1.0, f32::NAN, 3.0];
-        let within = |mask: &[u32]| chosen_within(&greedy, &logits, &[], mask, 0);
+        let within = |mask: &[u32]| chosen_within(&greedy, &logits, &[], Some(mask), 0);
         // Excluded logits may be anything.
         assert_eq!(within(&[0b101]).unwrap(), 2);
         assert!(within(&[0b010]).unwrap_err().message().contains("token 1"));
@@ -687,7 +664,10 @@ mod tests {
             assert!(e.message().contains("that may come next"), "{e}");
         }
         let long = vec![0.0; 70];
-        assert_eq!(chosen_within(&greedy, &long, &[], &[0, 2], 0).unwrap(), 33);
+        assert_eq!(
+            chosen_within(&greedy, &long, &[], Some(&[0, 2]), 0).unwrap(),
+            33
+        );
         assert_eq!(TokenMask(&[0, 2, 0]).only(), Some(33));
         assert_eq!(TokenMask(&[1, 2]).only(), None);
         assert_eq!(TokenMask(&[0]).only(), None);

@@ -2,7 +2,6 @@
 //! then, or have it forked at the end of the step that runs. Knows of a session only that it can be forked.
 
 use std::collections::VecDeque;
-use std::marker::PhantomData;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -62,14 +61,11 @@ impl<S> Drop for Forking<S> {
 }
 
 /// The session stands still until this is dropped.
-pub(super) struct Standing<'a, S> {
-    forks: Arc<Forks<S>>,
-    session: PhantomData<&'a S>,
-}
+pub(super) struct Standing<'a, S>(&'a Forks<S>);
 
 impl<S> Drop for Standing<'_, S> {
     fn drop(&mut self) {
-        if let Some(own) = &mut self.forks.state().generation {
+        if let Some(own) = &mut self.0.state().generation {
             own.lent = None;
         }
     }
@@ -148,8 +144,8 @@ impl<S: Forked> Forks<S> {
         Forking(self.clone())
     }
 
-    /// Forks the session for those who wait, and lets others fork it until the result is dropped.
-    pub(super) fn stand<'a>(self: &Arc<Self>, session: &'a S) -> Standing<'a, S> {
+    /// Forks the session for those who wait, and lets others fork it until the result is dropped. A step follows.
+    pub(super) fn stand<'a>(&'a self, session: &'a S) -> Standing<'a, S> {
         let mut state = self.state();
         while state.made.len() < state.asked {
             state.made.push_back(session.fork());
@@ -157,21 +153,17 @@ impl<S: Forked> Forks<S> {
         }
         if let Some(own) = &mut state.generation {
             own.lent = Some(Lent(session));
+            own.busy_with = None;
         }
-        Standing {
-            forks: self.clone(),
-            session: PhantomData,
-        }
+        Standing(self)
     }
 
-    /// Sets the reason why the next token takes longer than a step, which callers that wait are told; `None` for a step.
-    pub(super) fn set_busy_with(&self, what: Option<&'static str>) {
+    /// Says why the next token takes longer than a step, to callers that wait too.
+    pub(super) fn set_busy_with(&self, what: &'static str) {
         if let Some(own) = &mut self.state().generation {
-            own.busy_with = what;
+            own.busy_with = Some(what);
         }
-        if what.is_some() {
-            self.changed.notify_all();
-        }
+        self.changed.notify_all();
     }
 }
 

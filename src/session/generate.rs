@@ -212,7 +212,7 @@ impl Session {
         let model = self.model.clone();
         while out.tokens.len() < room {
             if self.tokens.len() > self.cache.len() + LONG_STEP {
-                self.forks.set_busy_with(Some("runs a prompt"));
+                self.forks.set_busy_with("runs a prompt");
             }
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
                 given.extend(end);
@@ -252,7 +252,6 @@ impl Session {
                     )
                 }),
             };
-            self.forks.set_busy_with(None);
             let (token, log_probability) = match chosen {
                 Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),

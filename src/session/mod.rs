@@ -401,7 +401,7 @@ impl Session {
         // Dropping positions that the sequence before the call holds frees nothing.
         let kept = self.before.as_ref().map_or(0, |saved| saved.cache.len());
         self.next.forget();
-        self.forks.set_busy_with(Some("waits for memory"));
+        self.forks.set_busy_with("waits for memory");
         self.model
             .make_way(&mut self.cache, kept, self.tokens.len() + 1)
     }

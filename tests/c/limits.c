@@ -71,17 +71,24 @@ static NVFP4_Status prefill(void)
     return NVFP4_session_prefill(session, tokens, WORDS, NULL);
 }
 
-static NVFP4_Status generate(void)
+/* Generates up to so many tokens, which `held_to` holds if it is not NULL. */
+static NVFP4_Status generate_up_to(size_t max_tokens, const NVFP4_Grammar *held_to)
 {
     NVFP4_GenerateOptions options;
     NVFP4_Status status = NVFP4_generate_options_init(&options, sizeof options);
     if (status != NVFP4_OK)
         return status;
-    options.max_tokens = 8;
-    options.ignore_model_stops = 1;
+    options.max_tokens = max_tokens;
+    options.ignore_model_stops = held_to == NULL;
     options.temperature = 0.7f;
-    options.top_p = 0.9f;
+    options.top_p = held_to == NULL ? 0.9f : 1;
+    options.grammar = held_to;
     return NVFP4_session_generate(session, &options, NULL, NULL, NULL);
+}
+
+static NVFP4_Status generate(void)
+{
+    return generate_up_to(8, NULL);
 }
 
 static NVFP4_Status compile(void)
@@ -94,14 +101,7 @@ static NVFP4_Status compile(void)
 
 static NVFP4_Status hold(void)
 {
-    NVFP4_GenerateOptions options;
-    NVFP4_Status status = NVFP4_generate_options_init(&options, sizeof options);
-    if (status != NVFP4_OK)
-        return status;
-    options.max_tokens = 40;
-    options.temperature = 0.7f;
-    options.grammar = grammar;
-    return NVFP4_session_generate(session, &options, NULL, NULL, NULL);
+    return generate_up_to(40, grammar);
 }
 
 static NVFP4_Status chat(void)

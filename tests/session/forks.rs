@@ -10,7 +10,8 @@ use NVFP4::base::ErrorKind;
 use NVFP4::base::call::{Cancel, Watch};
 use NVFP4::engine::Served;
 use NVFP4::session::{
-    Finish, Forks, GenerateOptions, Happened, Piece, Queue, QueueOptions, Session, Submission,
+    Finish, Forks, GenerateOptions, Generation, Happened, Piece, Queue, QueueOptions, Session,
+    Submission,
 };
 
 use super::{drawn, filled, go, seen, session};
@@ -29,6 +30,30 @@ fn forked(forks: &Forks<Session>, begun: &mpsc::Receiver<()>) -> Vec<Session> {
     all
 }
 
+/// Runs a generation while another thread forks it. Returns the generation, and a fork of each length.
+fn generated_and_forked(
+    session: &mut Session,
+    generate: impl FnOnce(
+        &mut Session,
+        &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
+    ) -> NVFP4::base::Result<Generation>,
+) -> (Generation, Vec<Session>) {
+    let forks = session.forks().clone();
+    let (begin, begun) = mpsc::channel();
+    thread::scope(|scope| {
+        let forking = scope.spawn(move || forked(&forks, &begun));
+        let mut begin = Some(begin);
+        let on_piece = &mut |_: Piece<'_>| {
+            if let Some(begin) = begin.take() {
+                begin.send(()).unwrap();
+            }
+            ControlFlow::Continue(())
+        };
+        let generated = generate(session, on_piece).unwrap();
+        (generated, forking.join().unwrap())
+    })
+}
+
 /// Each fork has a beginning of the tokens, and goes on as the generation did, bit for bit.
 #[test]
 fn forks_go_on_as_the_generation_does() {
@@ -38,24 +63,13 @@ fn forks_go_on_as_the_generation_does() {
             let mut whole = filled(&model, 5);
             let forks = whole.forks().clone();
             let count = 60;
-            let (begin, begun) = mpsc::channel();
-            let (mut all, generated) = thread::scope(|scope| {
-                let forks = &forks;
-                let forking = scope.spawn(move || forked(forks, &begun));
-                let mut begin = Some(begin);
-                let on_piece = &mut |_: Piece<'_>| {
-                    if let Some(begin) = begin.take() {
-                        begin.send(()).unwrap();
-                    }
-                    ControlFlow::Continue(())
-                };
-                let options = GenerateOptions {
-                    max_tokens: count,
-                    ignore_model_stops: true,
-                    ..options.clone()
-                };
-                let generated = whole.generate(&options, on_piece).unwrap();
-                (forking.join().unwrap(), generated)
+            let whole_options = GenerateOptions {
+                max_tokens: count,
+                ignore_model_stops: true,
+                ..options.clone()
+            };
+            let (generated, mut all) = generated_and_forked(&mut whole, |whole, on_piece| {
+                whole.generate(&whole_options, on_piece)
             });
             assert_eq!(generated.tokens.len(), count);
             println!("{case}: {} forks of {count} tokens", all.len());
@@ -85,28 +99,15 @@ fn forks_go_on_as_the_generation_does() {
 fn forks_of_an_answer_have_what_was_said() {
     let model = load("qwen3_tied");
     let mut chat = session(&model);
-    let forks = chat.forks().clone();
-    let (begin, begun) = mpsc::channel();
-    let mut all = thread::scope(|scope| {
-        let forks = &forks;
-        let forking = scope.spawn(move || forked(forks, &begun));
-        let mut begin = Some(begin);
-        let on_piece = &mut |_: Piece<'_>| {
-            if let Some(begin) = begin.take() {
-                begin.send(()).unwrap();
-            }
-            ControlFlow::Continue(())
-        };
-        chat.chat("Hello", None, &drawn(60), on_piece).unwrap();
-        forking.join().unwrap()
+    let (_, mut all) = generated_and_forked(&mut chat, |chat, on_piece| {
+        chat.chat("Hello", None, &drawn(60), on_piece)
     });
-    let fork = all.swap_remove(all.len() / 2);
+    let mut fork = all.swap_remove(all.len() / 2);
     let len = fork.len();
     let mut cut = chat.fork().unwrap();
     cut.truncate(len).unwrap();
     assert_eq!(fork.messages().unwrap(), cut.messages().unwrap());
     assert_eq!(fork.messages().unwrap().len(), 2);
-    let mut fork = fork;
     for session in [&mut fork, &mut cut] {
         session.chat("And you?", None, &drawn(10), &mut go).unwrap();
     }
