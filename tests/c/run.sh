@@ -458,7 +458,7 @@ if command -v valgrind >/dev/null; then
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 40 ;;
         # An interrupt would end valgrind, and the wrapper allocates the same under both standards, and in the examples.
         interrupted | */wrapper-c++20) ;;
-        converse | converses | thinks | calls | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
+        converse | converses | thinks | calls | structures | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
         *) check "$name under valgrind" "${under[@]}" "$@" ;;
         esac
         unset LD_PRELOAD

@@ -52,7 +52,7 @@ asyncio_example() {
 environment() {
     diff --label docs/environment.md --label src/base/env.rs -u \
         <(grep -oE '^\| `NVFP4_[A-Z0-9_]+`' docs/environment.md | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u) \
-        <(grep -oE '(text|path)\("NVFP4_[A-Z0-9_]+"\)' src/base/env.rs | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u)
+        <(grep -oE '(text|path|number_up_to)\("NVFP4_[A-Z0-9_]+"' src/base/env.rs | grep -oE 'NVFP4_[A-Z0-9_]+' | sort -u)
 }
 
 # Every block of code anywhere, and that one which is wrong is found.

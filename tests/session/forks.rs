@@ -17,14 +17,22 @@ use NVFP4::session::{
 use super::{drawn, filled, go, seen, session};
 use crate::common::{load, options, some_tokens, windows};
 
+/// Tokens after each of which a generation waits for one more fork, so that there are some however fast it is.
+const WAITS: usize = 6;
+
 /// Forks a generation again and again until it has ended. Returns a fork of each length.
-fn forked(forks: &Forks<Session>, begun: &mpsc::Receiver<()>) -> Vec<Session> {
+fn forked(
+    forks: &Forks<Session>,
+    begun: &mpsc::Receiver<()>,
+    made: &mpsc::Sender<()>,
+) -> Vec<Session> {
     begun.recv().unwrap();
     let mut all: Vec<Session> = Vec::new();
     while let Some(fork) = forks.fork().unwrap() {
         if all.last().is_none_or(|last| last.len() < fork.len()) {
             all.push(fork);
         }
+        made.send(()).unwrap();
         thread::sleep(Duration::from_micros(100));
     }
     all
@@ -40,13 +48,18 @@ fn generated_and_forked(
 ) -> (Generation, Vec<Session>) {
     let forks = session.forks().clone();
     let (begin, begun) = mpsc::channel();
+    let (make, made) = mpsc::channel();
     thread::scope(|scope| {
-        let forking = scope.spawn(move || forked(&forks, &begun));
-        let mut begin = Some(begin);
+        let forking = scope.spawn(move || forked(&forks, &begun, &make));
+        let mut pieces = 0;
         let on_piece = &mut |_: Piece<'_>| {
-            if let Some(begin) = begin.take() {
+            if pieces == 0 {
                 begin.send(()).unwrap();
             }
+            if pieces < WAITS {
+                made.recv().unwrap();
+            }
+            pieces += 1;
             ControlFlow::Continue(())
         };
         let generated = generate(session, on_piece).unwrap();
@@ -193,6 +206,8 @@ fn a_paused_generation_of_a_queue_is_forked() {
     while queue.counts().unwrap().events < 3 {
         thread::yield_now();
     }
+    // It stands still at the token that finds no room.
+    while forks.fork().unwrap().unwrap().len() < 5 + 4 {}
     for _ in 0..3 {
         assert_eq!(forks.fork().unwrap().unwrap().len(), 5 + 4);
     }
