@@ -11,6 +11,8 @@
 // order. Alternatively the splits are a cluster, whose blocks send each other their partial results, and each block combines some of the
 // heads.
 //
+// The number of splits is that of the grid, or follows from the positions that a row sees: then its bits depend on no other row.
+//
 // Codes in 8 bits are widened to f16, which is exact. The scales of keys apply to scores, and those of values to probabilities. A word of
 // load_matrices() has four neighbouring codes of a row, of which the matrix instruction takes the first two in the place of neighbours 2t
 // and the others in that of neighbours 2t + 8: along K both operands have this order.
@@ -39,7 +41,7 @@ struct Arguments {
     const float* q_norm;        // [D] or null
     const float* k_norm;
     const float* sinks;         // [heads]: a logit of each head that has no value; or null. LIMITED kernels alone take them
-    const int* positions;       // [sequences]: of the new token
+    const int* positions;       // [sequences]: of the new token; or null: consecutive from first_position on
     u16* out;                   // f16 [sequences, heads D], or the same, fragment-major
     float* partial;             // the split-KV workspace: [sequences, head blocks, splits, HEADS, D + 2]
     u32* arrived;               // [sequences, head blocks]: zero before and after
@@ -52,7 +54,11 @@ struct Arguments {
     int window;                 // positions that a token sees, its own included; 0: all
     int fragment_major;
     int stored;                 // whether an earlier kernel has stored all keys and values: rows may be consecutive tokens of one sequence
+    int first_position;
+    int split_pages;            // 0: as many splits as the grid has; else a split for each so many pages of a row, at most MOST_SPLITS
 };
+
+constexpr int MOST_SPLITS = WARP;   // a lane for each combines them
 
 // The output of a sequence.
 struct OutputRow {
@@ -242,14 +248,16 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int head_blocks = ceil_div(a.group, HEADS);
     int kv_head = blockIdx.x / head_blocks, first_head = blockIdx.x % head_blocks * HEADS;
     int heads = min(HEADS, a.group - first_head), all_heads = a.group * a.pages.kv_heads;
-    int sequence = blockIdx.y, split = blockIdx.z, splits = gridDim.z;
+    int sequence = blockIdx.y, split = blockIdx.z;
     first_head += kv_head * a.group;
 
     // Positions change only between steps; pages, norms and earlier keys and values not even then. All of them may be read before the wait,
     // since all kernels before the predecessor have completed.
-    int position = a.positions[sequence];
+    int position = a.positions ? a.positions[sequence] : a.first_position + sequence;
     // Splits are as equal as possible: blocks of the next kernels would crowd on multiprocessors that finish early.
     int start = LIMITED && a.window > 0 ? max(position + 1 - a.window, 0) : 0, first_page = start / PAGE, all = position / PAGE + 1 - first_page;
+    int splits = CLUSTER || a.split_pages == 0 ? gridDim.z : min(ceil_div(all, a.split_pages), MOST_SPLITS);
+    if (split >= splits) return;
     int begin = (first_page + all * split / splits) * PAGE, next = (first_page + all * (split + 1) / splits) * PAGE;
     // If an earlier layer has stored the new token, it is one of the cached positions.
     bool has_keys = !LIMITED || a.row.has_keys;
@@ -492,7 +500,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
 #endif
     int block = sequence * gridDim.x + blockIdx.x;
-    float* lines = a.partial + (size_t)block * splits * HEADS * LINE;
+    float* lines = a.partial + (size_t)block * gridDim.z * HEADS * LINE;
     for (int h = warp; h < heads; h += WARPS) {
         PartialResult<D> r(of_warp[0][h], LINES + 1, HEADS * LINE);
         if (splits == 1) {

@@ -34,6 +34,12 @@ constexpr int ANY_ROTARY = 0;
 template <int D, int ROTARY>
 constexpr bool IN_LANE = (D == WARP && ROTARY == WARP) || ROTARY % (2 * WARP) == 0;
 
+// An element and its partner after a rotation. The roundings are written out: the key of a position has the same bits whichever kernel
+// makes it.
+__device__ __forceinline__ float rotated(float own, float partner, float cosine, float sine) {
+    return fmaf(own, cosine, __fmul_rn(partner, sine));
+}
+
 // The angles of a lane's elements at a position. They depend only on the position, so they may be computed before the kernel waits for its
 // predecessor. ROTARY: rotary_dim, or ANY_ROTARY.
 template <int D, int ROTARY>
@@ -53,13 +59,13 @@ struct Rotation {
     __device__ __forceinline__ void apply(float (&y)[N], float scale) const {
         if (N == 1) {
             float partner = __shfl_xor_sync(ALL_LANES, y[0], HALF);
-            y[0] = (y[0] * cosine[0] + (lane_id() < HALF ? -partner : partner) * sine[0]) * scale;
+            y[0] = rotated(y[0], lane_id() < HALF ? -partner : partner, cosine[0], sine[0]) * scale;
         } else {
 #pragma unroll
             for (int j = 0; j < ANGLES; j++) {
                 float low = y[j], high = y[(j + ANGLES) % N];
-                y[j] = (low * cosine[j] - high * sine[j]) * scale;
-                y[(j + ANGLES) % N] = (high * cosine[j] + low * sine[j]) * scale;
+                y[j] = rotated(low, -high, cosine[j], sine[j]) * scale;
+                y[(j + ANGLES) % N] = rotated(high, low, cosine[j], sine[j]) * scale;
             }
 #pragma unroll
             for (int j = 2 * ANGLES; j < N; j++) y[j] *= scale;
@@ -98,7 +104,7 @@ struct Rotation<D, ANY_ROTARY> {
             }
         }
 #pragma unroll
-        for (int j = 0; j < N; j++) y[j] = (y[j] * cosine[j] + other[j] * sine[j]) * scale;
+        for (int j = 0; j < N; j++) y[j] = rotated(y[j], other[j], cosine[j], sine[j]) * scale;
     }
 };
 

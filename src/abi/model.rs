@@ -88,10 +88,14 @@ pub struct NVFP4_LoadOptions {
     pub kv_bytes: u64,
     /// 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
     /// ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as
-    /// any other division of a prompt does. Default: 1.
+    /// any other division of a prompt does, unless `deterministic` is 1. Default: 1.
     pub prefix_cache: i32,
-    /// Reserved; must be 0.
-    pub reserved: i32,
+    /// 1 if the logits of a session are to have the same bits whatever runs beside it, however its prompt is divided, and
+    /// whether its tokens were run, found in the prefix cache, or run again after memory was short. Always so on the CPU, where
+    /// this is not read. On a GPU every row of a pass takes the same sums in the same order, by kernels that are slower for
+    /// prompts above all: docs/performance.md has figures. Other GPUs, drivers and versions of this library give other bits.
+    /// Default: 0.
+    pub deterministic: i32,
     /// Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
     /// with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory.
     /// With 0 sessions share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved
@@ -114,7 +118,7 @@ unsafe impl Growing for NVFP4_LoadOptions {
             call: std::ptr::null(),
             kv_bytes: 0,
             prefix_cache: 1,
-            reserved: 0,
+            deterministic: 0,
             prefix_bytes: 0,
         }
     }
@@ -288,12 +292,12 @@ struct Wanted {
     kv_bytes: Option<usize>,
     prefix_cache: bool,
     prefix_bytes: usize,
+    deterministic: bool,
     quantize: Option<QuantizeOptions>,
 }
 
 impl Wanted {
     fn read(options: &NVFP4_LoadOptions, quantize: Option<QuantizeOptions>) -> Result<Wanted> {
-        arguments::reserved(options, options.reserved)?;
         let kv_bytes = bytes("kv_bytes", options.kv_bytes)?;
         Ok(Wanted {
             device_type: options.device_type,
@@ -304,6 +308,7 @@ impl Wanted {
             kv_bytes: (kv_bytes > 0).then_some(kv_bytes),
             prefix_cache: flag("prefix_cache", options.prefix_cache)?,
             prefix_bytes: bytes("prefix_bytes", options.prefix_bytes)?,
+            deterministic: flag("deterministic", options.deterministic)?,
             quantize,
         })
     }
@@ -324,6 +329,7 @@ impl Wanted {
                 kv_bytes: self.kv_bytes,
                 prefix_cache: self.prefix_cache,
                 prefix_bytes: self.prefix_bytes,
+                deterministic: self.deterministic,
                 sampling_only: self.sampling_only,
             })
         };

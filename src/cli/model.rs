@@ -116,6 +116,9 @@ pub(super) struct ModelArgs {
     /// Memory for keys and values, in GB, reserved when the model is loaded; without it memory is allocated as the context grows
     #[arg(long, value_name = "GB", value_parser = gigabytes)]
     kv_memory: Option<usize>,
+    /// Give each conversation the same bits whatever runs beside it, also on a GPU, at the cost of speed
+    #[arg(long)]
+    deterministic: bool,
 }
 
 /// Bytes of a number of gigabytes.
@@ -210,6 +213,7 @@ impl ModelArgs {
             kv_bytes: self.kv_memory,
             prefix_cache: true,
             prefix_bytes: 0,
+            deterministic: self.deterministic,
             sampling_only: false,
         };
         let watch = Watch {

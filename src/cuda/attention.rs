@@ -26,6 +26,9 @@ const FEW_SPLITS: usize = 8;
 const LONG_SPLIT: usize = 512;
 /// Upper limit of splits per sequence: one for each lane of the warp that combines them.
 const MOST_SPLITS: usize = 32;
+/// Pages of a split of [`SplitKv::Fixed`]: few enough that a single sequence keeps a device busy, and enough that partial results are a few
+/// percent of what a split reads.
+const SPLIT_PAGES: usize = 4;
 /// The longest sequence, in positions, that a two-CTA cluster serves on devices with clusters.
 const CLUSTER_POSITIONS: usize = 512;
 
@@ -165,6 +168,8 @@ struct DecodeArguments {
     window: i32,
     fragment_major: i32,
     stored: i32,
+    first_position: i32,
+    split_pages: i32,
 }
 
 /// CTAs of the decode kernel per sequence without split-KV.
@@ -243,6 +248,14 @@ impl Ring {
         }
     }
 
+    /// The variant without pages that are processed at the same time, whose results are combined: the order of all sums is then the same.
+    const fn one_at_a_time(self) -> Ring {
+        match self {
+            Ring::One => Ring::One,
+            Ring::Four | Ring::Two | Ring::Cluster | Ring::Pair => Ring::Two,
+        }
+    }
+
     /// CTAs that share a multiprocessor.
     const fn together(self) -> usize {
         match self {
@@ -275,6 +288,8 @@ pub enum SplitKv {
     Splits(usize),
     /// Two halves, one for each CTA of a two-CTA cluster.
     Cluster,
+    /// As many as follow from the positions that a sequence sees, whatever others see: see [`SplitKv::fixed`]. The grid has this many.
+    Fixed(usize),
 }
 
 impl SplitKv {
@@ -313,9 +328,18 @@ impl SplitKv {
         SplitKv::Splits(if positions <= short { 1 } else { splits })
     }
 
+    /// Splits of [`SPLIT_PAGES`] pages, or longer ones from [`MOST_SPLITS`] on, for sequences that see up to `positions` positions. The bits
+    /// of a sequence's attention then depend on that sequence alone.
+    pub fn fixed(positions: usize) -> SplitKv {
+        // The visible positions may begin inside a page.
+        let pages = positions.div_ceil(PAGE) + 1;
+        let splits = pages.div_ceil(SPLIT_PAGES).next_power_of_two();
+        SplitKv::Fixed(splits.min(MOST_SPLITS))
+    }
+
     const fn splits(self) -> usize {
         match self {
-            SplitKv::Splits(splits) => splits,
+            SplitKv::Splits(splits) | SplitKv::Fixed(splits) => splits,
             SplitKv::Cluster => 2,
         }
     }
@@ -338,6 +362,11 @@ impl SplitKvWorkspace {
     /// Bytes of partial results, and of counters, of `sequences` sequences with [`SplitKvWorkspace::sizes`].
     const fn bytes((floats, blocks): (usize, usize), sequences: usize) -> [usize; 2] {
         [sequences * floats * 4, sequences * blocks * 4]
+    }
+
+    /// Sequences that it has room for, with `blocks` CTAs each.
+    fn sequences(&self, blocks: usize) -> usize {
+        self.arrived.bytes() / (4 * blocks)
     }
 
     /// Bytes of a workspace for `sequences` sequences with [`SplitKvWorkspace::sizes`].
@@ -376,9 +405,10 @@ pub fn decode(
 ) -> Result<()> {
     let rows = DecodedRows {
         qkv,
-        positions,
+        positions: Positions::Listed(positions),
         count: sequences,
         stored: false,
+        at: 0,
     };
     decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
 }
@@ -399,21 +429,63 @@ pub fn decode_stored(
 ) -> Result<()> {
     let rows = DecodedRows {
         qkv,
-        positions,
+        positions: Positions::Listed(positions),
         count: rows,
         stored: true,
+        at: 0,
     };
     decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
+}
+
+/// As [`decode_stored`], for `rows` rows of one sequence from row `at` of `qkv` and of row-major `out` on, at consecutive positions from
+/// `first_position` on. [`store`] must have stored their keys and values. `division` is [`SplitKv::fixed`].
+pub fn decode_prompt(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    qkv: &DeviceBuffer,
+    at: usize,
+    rows: usize,
+    first_position: usize,
+    division: SplitKv,
+    workspace: &SplitKvWorkspace,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    let blocks = blocks(heads.shape.heads, heads.shape.kv_heads);
+    let at_once = workspace.sequences(blocks).max(1);
+    for first in (0..rows).step_by(at_once) {
+        let some = DecodedRows {
+            qkv,
+            positions: Positions::From(first_position + first),
+            count: at_once.min(rows - first),
+            stored: true,
+            at: at + first,
+        };
+        let layout = Layout::RowMajor;
+        decode_by(gpu, heads, cache, some, division, workspace, out, layout)?;
+    }
+    Ok(())
+}
+
+/// Where the positions of rows are.
+#[derive(Clone, Copy)]
+enum Positions<'a> {
+    /// i32, one for each row, each of a sequence of its own.
+    Listed(&'a DeviceBuffer),
+    /// Consecutive from here on, of one sequence.
+    From(usize),
 }
 
 /// The rows of [`decode`].
 #[derive(Clone, Copy)]
 struct DecodedRows<'a> {
     qkv: &'a DeviceBuffer,
-    positions: &'a DeviceBuffer,
+    positions: Positions<'a>,
     count: usize,
     /// Whether their keys and values are stored already.
     stored: bool,
+    /// The first row, of `qkv` and of a row-major result.
+    at: usize,
 }
 
 fn decode_by(
@@ -431,15 +503,21 @@ fn decode_by(
         positions,
         count: sequences,
         stored,
+        at,
     } = rows;
     heads.check_cache(cache)?;
     let width = heads.row_width();
     let group = heads.shape.heads / heads.shape.kv_heads;
     let blocks = blocks(heads.shape.heads, heads.shape.kv_heads);
     let splits = division.splits();
-    if qkv.bytes() < sequences * width * 4
-        || positions.bytes() < sequences * 4
-        || out.bytes() < layout.elements(sequences, heads.shape.heads * heads.shape.dim) * 2
+    let (listed, first_position) = match positions {
+        Positions::Listed(listed) => (Some(listed), 0),
+        Positions::From(first) => (None, first),
+    };
+    let made = heads.shape.heads * heads.shape.dim;
+    if qkv.bytes() < (at + sequences) * width * 4
+        || listed.is_some_and(|listed| listed.bytes() < sequences * 4)
+        || out.bytes() < (at * made + layout.elements(sequences, made)) * 2
         || workspace.arrived.bytes() < sequences * blocks * 4
         || !(1..=MOST_SPLITS).contains(&splits)
     {
@@ -449,24 +527,37 @@ fn decode_by(
         );
     }
     let (q_norm, k_norm) = heads.norms();
+    // Rows of one sequence share a row of the block table.
+    let mut pages = match positions {
+        Positions::Listed(_) => cache.argument(sequences, 0..sequences)?,
+        Positions::From(_) => cache.argument(1, at..at + sequences)?,
+    };
+    if listed.is_none() {
+        pages.stride = 0;
+    }
     let arguments = DecodeArguments {
-        qkv: qkv.address(),
+        qkv: qkv.address() + (at * width * 4) as u64,
         q_norm,
         k_norm,
         sinks: heads.sinks()?,
-        positions: positions.address(),
-        out: out.address(),
+        positions: listed.map_or(0, DeviceBuffer::address),
+        out: out.address() + (at * made * 2) as u64,
         partial: workspace.partial.address(),
         arrived: workspace.arrived.address(),
         head: heads.options()?,
         row: heads.row_argument(),
-        pages: cache.argument(sequences, 0..sequences)?,
+        pages,
         group: group as i32,
         scale: heads.scale_log2(),
         cap: heads.cap_log2(),
         window: heads.window()?,
         fragment_major: i32::from(layout == Layout::FragmentMajor),
         stored: i32::from(stored),
+        first_position: int("the position", first_position)?,
+        split_pages: match division {
+            SplitKv::Fixed(_) => SPLIT_PAGES as i32,
+            SplitKv::Splits(_) | SplitKv::Cluster => 0,
+        },
     };
     let kv = cache.shape.kind;
     let [unit, ..] = heads.units(kv);
@@ -474,6 +565,10 @@ fn decode_by(
         SplitKv::Splits(_) => {
             let (all, dim) = (blocks * sequences, heads.shape.dim);
             (Ring::of_unit(gpu, unit, all, dim, splits), 1, 0)
+        }
+        SplitKv::Fixed(_) => {
+            let (all, dim) = (blocks * sequences, heads.shape.dim);
+            (Ring::of(gpu, all, dim).one_at_a_time(), 1, 0)
         }
         SplitKv::Cluster if gpu.arch().0 < 9 => {
             bail!(Internal, "two-CTA clusters are for Hopper and later")

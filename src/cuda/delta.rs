@@ -318,7 +318,11 @@ const STEP_ROWS: usize = 1;
 
 /// Whether [`delta_step`] serves `rows` rows of layers of this shape, and is faster than three launches.
 pub fn has_delta_step(hardware: &Hardware, shape: &DeltaShape, rows: usize) -> bool {
-    rows <= STEP_ROWS && hardware.has_clusters() && step_division(shape).is_some()
+    // One launch adds in another order than three.
+    !hardware.deterministic
+        && rows <= STEP_ROWS
+        && hardware.has_clusters()
+        && step_division(shape).is_some()
 }
 
 /// The projections of rows that [`delta_step`] takes, all f32.

@@ -39,7 +39,9 @@ pub mod training;
 mod unfused;
 mod units;
 
-pub use attention::{SplitKv, SplitKvWorkspace, decode, decode_stored, prefill, store, store_rows};
+pub use attention::{
+    SplitKv, SplitKvWorkspace, decode, decode_prompt, decode_stored, prefill, store, store_rows,
+};
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{
     DeltaConstants, DeltaInputs, DeltaProjected, delta_conv, delta_norm, delta_rule, delta_step,

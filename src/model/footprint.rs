@@ -82,7 +82,10 @@ impl Footprint {
         };
         let sizes = match kind {
             DeviceKind::Cpu => None,
-            DeviceKind::Cuda => Some(fused::Sizes::of(&spec, held.tensors.iter().any(is_dense))?),
+            DeviceKind::Cuda => {
+                let dense = held.tensors.iter().any(is_dense);
+                Some(fused::Sizes::of(&spec, dense, options.deterministic)?)
+            }
         };
         Ok(Footprint {
             device: options.device.clone(),

@@ -322,7 +322,7 @@ impl Model {
                     weights: &weights,
                     kv: kv.cache(KvType::F16)?,
                 };
-                let executor = fused::Executor::new(gpu, source, tables)?;
+                let executor = fused::Executor::new(gpu, source, tables, options.deterministic)?;
                 let bytes = executor.bytes();
                 (Some(Arc::new(executor)), bytes)
             }

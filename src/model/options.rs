@@ -24,6 +24,9 @@ pub struct LoadOptions {
     /// Bytes of blocks that are kept after the last sequence that used them, for later ones that begin with the same tokens. With `kv_bytes`
     /// these blocks take what is reserved and free, and this is not read.
     pub prefix_bytes: usize,
+    /// Whether the logits of a sequence have the same bits whatever else runs beside it and however its prompt is divided. Always so on the
+    /// CPU; on a GPU this costs speed.
+    pub deterministic: bool,
     /// Skips the layers: loads only tokenizer, embedding, final norm and head.
     pub sampling_only: bool,
 }
@@ -39,6 +42,7 @@ impl LoadOptions {
             kv_bytes: None,
             prefix_cache: true,
             prefix_bytes: 0,
+            deterministic: false,
             sampling_only: false,
         }
     }

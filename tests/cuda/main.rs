@@ -9,6 +9,7 @@ mod attention;
 mod calibrated;
 mod compare;
 mod delta;
+mod deterministic;
 mod drafts;
 mod experts;
 mod footprint;

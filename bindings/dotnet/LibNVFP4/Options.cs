@@ -162,6 +162,9 @@ namespace LibNVFP4
         /// <summary>Whether sessions that begin with the same tokens share the keys and values of these. Default: yes.</summary>
         public bool PrefixCache { get => Raw.PrefixCache != 0; set => Raw.PrefixCache = Interop.Flag(value); }
 
+        /// <summary>Whether the logits of a session have the same bits whatever runs beside it and however its prompt is divided. Always so on the CPU; on a GPU this costs speed. Default: no.</summary>
+        public bool Deterministic { get => Raw.Deterministic != 0; set => Raw.Deterministic = Interop.Flag(value); }
+
         /// <summary>Bytes of keys and values that are kept after the last session that used them, for later ones that begin with the same tokens. Default: 0.</summary>
         public ulong PrefixBytes { get => Raw.PrefixBytes; set => Raw.PrefixBytes = value; }
     }

@@ -610,8 +610,11 @@ class LoadOptions(Structure):
       #NVFP4_OUT_OF_MEMORY. 0 reserves nothing: memory is allocated as sessions grow, and is left to others until then. Default: 0.
     - `prefix_cache`: 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
       ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as any other
-      division of a prompt does. Default: 1.
-    - `reserved`: Reserved; must be 0.
+      division of a prompt does, unless `deterministic` is 1. Default: 1.
+    - `deterministic`: 1 if the logits of a session are to have the same bits whatever runs beside it, however its prompt is divided, and
+      whether its tokens were run, found in the prefix cache, or run again after memory was short. Always so on the CPU, where this is not
+      read. On a GPU every row of a pass takes the same sums in the same order, by kernels that are slower for prompts above all:
+      docs/performance.md has figures. Other GPUs, drivers and versions of this library give other bits. Default: 0.
     - `prefix_bytes`: Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
       with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory. With 0 sessions
       share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps
@@ -628,7 +631,7 @@ class LoadOptions(Structure):
         ("call", c_void_p),
         ("kv_bytes", c_uint64),
         ("prefix_cache", c_int32),
-        ("reserved", c_int32),
+        ("deterministic", c_int32),
         ("prefix_bytes", c_uint64),
     ]
 

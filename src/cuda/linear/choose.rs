@@ -25,6 +25,7 @@ impl Layout {
     /// The layout that GEMMs of `m` rows with NVFP4 weights take without a conversion.
     pub fn taken(hardware: &Hardware, m: usize) -> Layout {
         match hardware.arch {
+            (9, 0) if hardware.deterministic => Layout::FragmentMajor,
             (9, 0) if m > HALF_SM_ROWS && hardware.tiles_serve(m) => Layout::FragmentMajor,
             _ => Layout::RowMajor,
         }
@@ -115,6 +116,7 @@ impl GemmPlan {
         let parts = || parts(hardware, m, matrices, output, form).map(GemmKernels::Parts);
         let kernels = || match m {
             0 => Some(GemmKernels::Parts([None; MATRICES])),
+            _ if hardware.deterministic => tiled().or_else(parts),
             _ => skinny().or_else(tiled).or_else(parts),
         };
         GemmPlan::with(m, matrices, output, form, kernels)
@@ -232,8 +234,14 @@ fn tiled(
     let InputForm::Plain(layout) = form else {
         return None;
     };
-    if !are_nvfp4(matrices) || !hardware.tiles_serve(m) || (output.applied().is_some() && m > TILED)
-    {
+    if !are_nvfp4(matrices) {
+        return None;
+    }
+    if hardware.deterministic {
+        let kernel = TileKernel::deterministic(hardware.arch);
+        return Tiling::choose(hardware, kernel, m, matrices, output, layout, false);
+    }
+    if !hardware.tiles_serve(m) || (output.applied().is_some() && m > TILED) {
         return None;
     }
     let kernel = TileKernel::serving(hardware.arch, m, layout);
@@ -270,7 +278,7 @@ fn parts(
         let kernel = match matrices[0].storage {
             _ if by_cublas(&matrices[0]) => PartKernel::CuBlas,
             WeightType::Nvfp4 => return None,
-            WeightType::F32 if m > SKINNY_ROWS => {
+            WeightType::F32 if m > SKINNY_ROWS && !hardware.deterministic => {
                 PartKernel::Tf32(Tf32Product::planned(hardware, matrices, m))
             }
             storage => match DenseKernel::planned(hardware, matrices, m) {
@@ -287,6 +295,27 @@ fn parts(
         });
     }
     Some(parts)
+}
+
+#[cfg(test)]
+impl GemmPlan {
+    /// What decides the order of the sums of a row: each kernel, and the parts into which it divides K.
+    pub(crate) fn sums(&self) -> Vec<(String, u32)> {
+        match &self.kernels {
+            GemmKernels::Skinny(plan) => vec![(format!("{:?}", plan.tile), plan.split_k as u32)],
+            GemmKernels::Tiled(tiling) => vec![tiling.sums()],
+            GemmKernels::Parts(parts) => {
+                let each = parts.iter().flatten().map(|part| match &part.kernel {
+                    // Both kernels add in the same order.
+                    PartKernel::Dense(_) => ("dense".to_owned(), 1),
+                    PartKernel::Int8(planned) => ("int8".to_owned(), planned.launch.grid[2]),
+                    PartKernel::Tf32(_) => ("tf32".to_owned(), 1),
+                    PartKernel::CuBlas => ("cuBLASLt".to_owned(), 1),
+                });
+                each.collect()
+            }
+        }
+    }
 }
 
 impl fmt::Display for GemmPlan {

@@ -1,11 +1,11 @@
-//! Device properties that the choice of GEMM kernels depends on.
+//! What the choice of GEMM kernels depends on beside shapes.
 
 use super::limits::TILED;
 use super::tiles::{MOST_SPLIT_K, TileKernel, Tiles};
 use crate::base::Result;
 use crate::cuda::driver::{Attached, Gpu};
 
-/// Device properties that the choice of GEMM kernels depends on.
+/// What the choice of GEMM kernels depends on beside shapes: properties of a device, and whether rows depend on each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hardware {
     /// Compute capability, major and minor.
@@ -14,8 +14,11 @@ pub struct Hardware {
     pub multiprocessors: usize,
     /// Shared memory that a CTA may have, in bytes.
     pub shared_limit: usize,
-    /// Whether cuBLASLt was found.
+    /// Whether cuBLASLt may serve: it was found, and the plan need not be deterministic.
     pub cublas: bool,
+    /// Whether the bits of a product's row depend on that row and the matrices alone: however many rows there are, one kernel serves them
+    /// with one division of K.
+    pub deterministic: bool,
     /// Clusters of Hopper's kernel of wide tiles.
     pub clusters: WideClusters,
 }
@@ -28,8 +31,18 @@ impl Hardware {
             multiprocessors: gpu.multiprocessors(),
             shared_limit: gpu.shared_limit(),
             cublas: gpu.blas().is_some(),
+            deterministic: false,
             clusters: *gpu.attached_or(|| WideClusters::measure(gpu))?,
         })
+    }
+
+    /// The same device with deterministic plans. cuBLASLt chooses its kernels by the number of rows.
+    pub fn deterministic(self) -> Hardware {
+        Hardware {
+            cublas: false,
+            deterministic: true,
+            ..self
+        }
     }
 
     /// Whether two CTAs may form a cluster and share the tiles of a GEMM.

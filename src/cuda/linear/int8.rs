@@ -97,7 +97,12 @@ impl Int8Product {
             true => {
                 let at_once = BLOCKS * hardware.multiprocessors;
                 let most = matrices[0].cols.div_ceil(DEPTH) / LEAST_STEPS;
-                (at_once / (features * rows)).clamp(1, most.clamp(1, MOST_SPLIT_K))
+                let tiles = if hardware.deterministic {
+                    features
+                } else {
+                    features * rows
+                };
+                (at_once / tiles).clamp(1, most.clamp(1, MOST_SPLIT_K))
             }
             false => 1,
         };

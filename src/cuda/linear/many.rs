@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::hardware::Hardware;
 use super::int8;
 use super::limits::{HALF_SM_ROWS, SKINNY_ROWS, TILED};
 use super::matrix::{CHUNK_ROWS, Matrix, by_words, chunk_offset};
@@ -37,6 +38,7 @@ pub struct LinearScratch {
     room: DeviceBuffer,
     /// The workspace of cuBLASLt.
     workspace: DeviceBuffer,
+    deterministic: bool,
 }
 
 #[repr(C)]
@@ -47,7 +49,7 @@ struct DequantizeArguments {
     k: i32,
 }
 
-/// Device properties that the size of scratch memory depends on.
+/// What the size of scratch memory depends on beside shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScratchDevice {
     /// Compute capability, major and minor.
@@ -56,6 +58,8 @@ pub struct ScratchDevice {
     pub multiprocessors: usize,
     /// Whether cuBLASLt was found.
     pub cublas: bool,
+    /// Whether plans are deterministic: see [`Hardware::deterministic`](super::Hardware::deterministic).
+    pub deterministic: bool,
 }
 
 impl ScratchDevice {
@@ -65,6 +69,16 @@ impl ScratchDevice {
             arch: gpu.arch(),
             multiprocessors: gpu.multiprocessors(),
             cublas: gpu.blas().is_some(),
+            deterministic: false,
+        }
+    }
+
+    /// The same device with deterministic plans.
+    pub fn deterministic(self) -> ScratchDevice {
+        ScratchDevice {
+            cublas: false,
+            deterministic: true,
+            ..self
         }
     }
 }
@@ -72,6 +86,10 @@ impl ScratchDevice {
 impl LinearScratch {
     /// Bytes of the room of kernels, and of the workspace of cuBLASLt.
     fn sizes(device: ScratchDevice, rows: usize, k: usize, bytes: usize) -> [usize; 2] {
+        if device.deterministic {
+            let kernel = TileKernel::deterministic(device.arch);
+            return [kernel.undivided_scratch(rows, k), 0];
+        }
         let workspace = if bytes > 0 && device.cublas {
             WORKSPACE
         } else {
@@ -95,10 +113,34 @@ impl LinearScratch {
 
     /// Allocates scratch for products of up to `rows` rows of up to `k` elements, with `bytes` for the f16 copy, which cuBLASLt needs.
     pub fn new(gpu: &Arc<Gpu>, rows: usize, k: usize, bytes: usize) -> Result<LinearScratch> {
-        let [room, workspace] = Self::sizes(ScratchDevice::of(gpu), rows, k, bytes);
+        Self::new_on(gpu, ScratchDevice::of(gpu), rows, k, bytes)
+    }
+
+    /// As [`LinearScratch::new`], with what its size depends on. Products that are planned anew are as deterministic as `device`.
+    pub fn new_on(
+        gpu: &Arc<Gpu>,
+        device: ScratchDevice,
+        rows: usize,
+        k: usize,
+        bytes: usize,
+    ) -> Result<LinearScratch> {
+        let [room, workspace] = Self::sizes(device, rows, k, bytes);
         Ok(LinearScratch {
             room: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, room)?,
             workspace: DeviceBuffer::uninit(gpu, Tag::DeviceScratch, workspace)?,
+            deterministic: device.deterministic,
+        })
+    }
+
+    /// What the choice of kernels for products in this scratch depends on beside shapes.
+    pub(super) fn hardware(&self, gpu: &Gpu) -> Result<Hardware> {
+        let hardware = Hardware::of(gpu)?;
+        Ok(match self.deterministic {
+            true => hardware.deterministic(),
+            false => Hardware {
+                cublas: hardware.cublas && self.workspace.bytes() > 0,
+                ..hardware
+            },
         })
     }
 

@@ -31,8 +31,7 @@ pub fn linear(
     stride: usize,
     scratch: &LinearScratch,
 ) -> Result<()> {
-    let mut hardware = Hardware::of(gpu)?;
-    hardware.cublas &= scratch.has_workspace();
+    let hardware = scratch.hardware(gpu)?;
     let plan = GemmPlan::choose(&hardware, m, &shapes(matrices), output, input.form())?;
     plan.enqueue(gpu, input, matrices, output, out, stride, scratch)
 }

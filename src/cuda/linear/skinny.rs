@@ -343,6 +343,7 @@ mod tests {
             multiprocessors,
             shared_limit,
             cublas: true,
+            deterministic: false,
             clusters: WideClusters::unconstrained(0),
         }
     }

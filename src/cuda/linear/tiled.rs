@@ -84,7 +84,12 @@ impl Tiling {
         let along_features = features.iter().map(|n| n.div_ceil(kernel.features())).sum();
         let along_rows = m.div_ceil(tiles.columns);
         let split_k = match kernel {
-            TileKernel::Tiled if !divides => 1,
+            TileKernel::Tiled if !divides || hardware.deterministic => 1,
+            // The division of a single tile of rows serves any number of them.
+            TileKernel::Wide if hardware.deterministic => {
+                let columns = kernel.most_rows();
+                split_k(Tiles { columns, ..tiles }, hardware, along_features, k)
+            }
             _ => split_k(tiles, hardware, along_features * along_rows, k),
         };
         let all: usize = features.iter().sum();
@@ -111,6 +116,14 @@ fn split_k(tiles: Tiles, hardware: &Hardware, blocks: usize, k: usize) -> usize 
             let fits = |split_k: &usize| blocks <= hardware.clusters.at_once(tiles, *split_k);
             (2..=most.min(MOST_SPLIT_K)).rev().find(fits).unwrap_or(1)
         }
+    }
+}
+
+#[cfg(test)]
+impl Tiling {
+    /// The kernel, and the parts into which it divides K.
+    pub(super) fn sums(&self) -> (String, u32) {
+        (format!("{:?}", self.tiles.kernel), self.gemm.launch.grid[2])
     }
 }
 
@@ -209,6 +222,7 @@ mod tests {
             multiprocessors,
             shared_limit: 227 << 10,
             cublas: true,
+            deterministic: false,
             clusters: WideClusters::unconstrained(multiprocessors),
         }
     }

@@ -69,6 +69,14 @@ impl TileKernel {
         }
     }
 
+    /// The kernel of an architecture for any number of rows in either layout.
+    pub(super) fn deterministic(arch: (i32, i32)) -> TileKernel {
+        match arch {
+            (9, 0) => TileKernel::Wide,
+            _ => TileKernel::Tiled,
+        }
+    }
+
     /// All kernels of an architecture.
     pub fn all(arch: (i32, i32)) -> &'static [TileKernel] {
         match arch {
@@ -141,6 +149,14 @@ impl TileKernel {
             TileKernel::Tiled => {
                 self.blocks() * multiprocessors * m.min(self.most_rows()) * self.features() * 4
             }
+            TileKernel::Wide => self.undivided_scratch(m, k),
+        }
+    }
+
+    /// As [`TileKernel::scratch`], without the split-K workspace.
+    pub(super) fn undivided_scratch(self, m: usize, k: usize) -> usize {
+        match self {
+            TileKernel::Tiled => 0,
             TileKernel::Wide => Layout::FragmentMajor.elements(m, k) * 2,
         }
     }

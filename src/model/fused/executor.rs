@@ -16,14 +16,15 @@ pub(in crate::model) struct Executor {
 }
 
 impl Executor {
-    /// An executor of a model; `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error
-    /// names the unsupported property.
+    /// An executor of a model; `tables` is the result of [`super::tables`]. If `deterministic`, the bits of a row depend on its sequence
+    /// alone, not on other rows of its passes. Fails for a model that no fused kernel supports; the error names the unsupported property.
     pub(in crate::model) fn new(
         gpu: &Arc<Gpu>,
         source: Source<'_>,
         tables: HostTables,
+        deterministic: bool,
     ) -> Result<Executor> {
-        let lowered = Lowered::new(gpu, source, tables)?;
+        let lowered = Lowered::new(gpu, source, tables, deterministic)?;
         let memory = Memory::new(gpu, &lowered.sizes, 0, 0, 1, 1)?;
         // Frees the memory through which weights were loaded.
         gpu.empty_cache()?;
@@ -42,7 +43,11 @@ impl Executor {
         drop(memory);
         Ok(Executor {
             // Weights under training have no tables in host memory.
-            lowered: Lowered::new(&self.lowered.gpu, source, HostTables::default())?,
+            lowered: {
+                let deterministic = self.lowered.hardware.deterministic;
+                let tables = HostTables::default();
+                Lowered::new(&self.lowered.gpu, source, tables, deterministic)?
+            },
             memory: self.memory.clone(),
         })
     }

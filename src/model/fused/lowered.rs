@@ -186,9 +186,14 @@ pub(in crate::model) struct Lowered {
 }
 
 impl Lowered {
-    /// `tables` is the result of [`super::tables`]. Fails for a model that no fused kernel supports; the error names the unsupported
-    /// property.
-    pub(super) fn new(gpu: &Arc<Gpu>, source: Source<'_>, tables: HostTables) -> Result<Lowered> {
+    /// `tables` is the result of [`super::tables`]. If `deterministic`, the bits of a row depend on its sequence alone. Fails for a model that
+    /// no fused kernel supports; the error names the unsupported property.
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        source: Source<'_>,
+        tables: HostTables,
+        deterministic: bool,
+    ) -> Result<Lowered> {
         let Source { spec, weights, .. } = source;
         check_supported(spec)?;
         let pairs = source.blocks();
@@ -210,7 +215,12 @@ impl Lowered {
             head: matrix(&weights.head)?.shape(),
         };
         let is_dense = |w: &MatrixShape| w.storage != WeightType::Nvfp4;
-        let sizes = Sizes::of(spec, model.matrices().any(is_dense))?;
+        let sizes = Sizes::of(spec, model.matrices().any(is_dense), deterministic)?;
+        let hardware = Hardware::of(gpu)?;
+        let hardware = match deterministic {
+            true => hardware.deterministic(),
+            false => hardware,
+        };
         let upload = |values: &[f32]| DeviceBuffer::from_slice(gpu, Tag::DeviceWeights, values);
         let frequencies = spec.ropes.iter().map(|set| {
             let long = match &set.long {
@@ -226,7 +236,7 @@ impl Lowered {
         let lowered = Lowered {
             gpu: gpu.clone(),
             glu_divisors: divisors.collect::<Result<_>>()?,
-            hardware: Hardware::of(gpu)?,
+            hardware,
             frequencies: frequencies.collect::<Result<_>>()?,
             ones: match sizes.per_layer {
                 Some(_) => Some(upload(&vec![1.0; sizes.hidden])?),

@@ -14,7 +14,7 @@ use crate::base::memory::Tag;
 use crate::base::{Error, Result};
 use crate::cuda::{
     self, Best, DeviceBuffer, DeviceSlice, DrawRule, DrawScratch, Drawn, ExpertScratch, Gpu,
-    LinearScratch, NormScratch, Pinned, SplitKvWorkspace,
+    LinearScratch, NormScratch, Pinned, ScratchDevice, SplitKvWorkspace,
 };
 use crate::model::kv::{KvTables, NULL_BLOCK, StateBlocks};
 use crate::ops::sample::Choice;
@@ -98,6 +98,7 @@ impl Memory {
             k,
             copy,
         } = bytes.linear;
+        let device = sizes.scratch_device(ScratchDevice::of(gpu));
         Ok(Memory {
             rows,
             head_rows,
@@ -140,9 +141,9 @@ impl Memory {
                 true => Some(DrafterScratch::new(gpu, sizes, rows, batch)?),
                 false => None,
             },
-            splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), batch)?,
+            splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), sizes.split_rows(rows, batch))?,
             norms: NormScratch::new(gpu, sizes.hidden)?,
-            linear: LinearScratch::new(gpu, linear_rows, k, copy)?,
+            linear: LinearScratch::new_on(gpu, device, linear_rows, k, copy)?,
             history: Pinned::new(gpu, Tag::Scratch, bytes.history)?,
             graphs: Graphs::default(),
             state: DeviceState::Unknown,

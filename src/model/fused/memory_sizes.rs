@@ -156,9 +156,9 @@ pub(in crate::model) fn working_bytes(
             .map_or(0, |sizes| RecurrentScratch::bytes_of(sizes, rows, batch)),
         experts,
         per_layer.map_or(0, |sizes| PerLayerScratch::bytes_of(sizes, rows)),
-        SplitKvWorkspace::bytes_of(sizes.split_kv(), batch),
+        SplitKvWorkspace::bytes_of(sizes.split_kv(), sizes.split_rows(rows, batch)),
         NormScratch::bytes_of(sizes.hidden),
-        LinearScratch::bytes_of(device, linear_rows, k, copy),
+        LinearScratch::bytes_of(sizes.scratch_device(device), linear_rows, k, copy),
     ];
     let own = Bytes {
         host: buffers.history as u64,
@@ -179,6 +179,7 @@ mod tests {
             arch: (9, 0),
             multiprocessors: 132,
             cublas: true,
+            deterministic: false,
         };
         let small = Room {
             rows: 16,
@@ -192,7 +193,7 @@ mod tests {
             });
             let spec = families::read(&config).unwrap();
             for dense in [false, true] {
-                let sizes = Sizes::of(&spec, dense).unwrap();
+                let sizes = Sizes::of(&spec, dense, false).unwrap();
                 let bytes = |room: Room| working_bytes(&sizes, device, room).unwrap();
                 let grown = |change: fn(&mut Room)| {
                     let mut room = small;

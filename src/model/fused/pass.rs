@@ -117,7 +117,8 @@ impl<'a> FusedPass<'a> {
             | Kernel::StoreRows { .. }
             | Kernel::DecodeStored { .. }
             | Kernel::StoreKv
-            | Kernel::Prefill => self.attend(index, &step.kernel),
+            | Kernel::Prefill
+            | Kernel::DecodePrompt => self.attend(index, &step.kernel),
             Kernel::HeadGate { input, gemm } => {
                 let attention = self.block(index)?.mixer.required_attention()?;
                 let (Some(gate), Some(out)) = (&attention.gate, &memory.head_gate) else {
@@ -401,6 +402,30 @@ impl<'a> FusedPass<'a> {
                     let (q, out) = (&memory.inner, &memory.input);
                     let pages = pages(chunk.sequence)?;
                     cuda::prefill(gpu, &heads, &pages, q, at, rows, chunk.first, out)
+                })
+            }
+            Kernel::DecodePrompt => {
+                if singles > 0 {
+                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor, cuda::decode)?;
+                }
+                let window = heads.shape.window.unwrap_or(usize::MAX);
+                chunks.iter().try_for_each(|chunk| {
+                    let (at, rows) = (chunk.rows.start, chunk.rows.len());
+                    let (qkv, out) = (&memory.projected, &memory.input);
+                    let pages = pages(chunk.sequence)?;
+                    let splits = SplitKv::fixed((chunk.first + rows).min(window));
+                    cuda::decode_prompt(
+                        gpu,
+                        &heads,
+                        &pages,
+                        qkv,
+                        at,
+                        rows,
+                        chunk.first,
+                        splits,
+                        &memory.splits,
+                        out,
+                    )
                 })
             }
             _ => bail!(

@@ -103,6 +103,8 @@ pub(super) enum Kernel {
     StoreKv,
     /// Attention of the queries rotated by [`Kernel::StoreKv`].
     Prefill,
+    /// Attention of rows whose keys and values [`Kernel::StoreKv`] has stored, each computed as that of a single token.
+    DecodePrompt,
     /// The gate of attention, f32.
     HeadGate { input: Normed, gemm: GemmPlan },
     /// Multiplies the output of attention by the sigmoid of its gate.
@@ -448,7 +450,13 @@ impl Planner<'_> {
             }
             Rows::Ragged => {
                 self.push(block, Kernel::StoreKv);
-                self.push(block, Kernel::Prefill);
+                self.push(
+                    block,
+                    match self.hardware.deterministic {
+                        true => Kernel::DecodePrompt,
+                        false => Kernel::Prefill,
+                    },
+                );
                 Layout::RowMajor
             }
         };
@@ -551,8 +559,11 @@ impl Planner<'_> {
 
     /// The next norm, if the preceding kernel can apply it.
     fn normalized_next(&mut self, next: Norm) -> Option<(Norm, Layout)> {
-        // The head takes only some rows of a prompt.
-        let is_known = self.has_logits() || next != Norm::Head;
+        // The head takes only some rows of a prompt, by a kernel of their own, which has to make the rows of a deterministic step too.
+        let is_known = match next {
+            Norm::Head => self.has_logits() && !self.hardware.deterministic,
+            _ => true,
+        };
         let next = is_known.then(|| (next, self.layout_of(next)));
         self.known = next.map(|(norm, _)| (norm, Applied::Before));
         next

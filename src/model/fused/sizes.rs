@@ -3,7 +3,7 @@
 use super::recurrent_scratch::RecurrentSizes;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::{Routing, SplitKvWorkspace};
+use crate::cuda::{Routing, ScratchDevice, SplitKvWorkspace};
 use crate::model::kv::KvGroup;
 use crate::model::spec::{AttentionSpec, BlockSpec, Spec};
 
@@ -31,7 +31,12 @@ pub(in crate::model) struct Sizes {
     pub(super) drafts: bool,
     /// Whether any weight is dense, which requires room for activations of its type.
     pub(super) dense: bool,
+    /// Whether the bits of a row depend on its sequence alone.
+    pub(super) deterministic: bool,
 }
+
+/// Rows of a prompt that attend at the same time where each is computed as a single token: enough to keep a device busy.
+const ROWS_AT_ONCE: usize = 64;
 
 /// Sizes of per-layer embeddings.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -67,7 +72,7 @@ impl ExpertSizes {
 
 impl Sizes {
     /// Sizes of a model.
-    pub(in crate::model) fn of(spec: &Spec, dense: bool) -> Result<Sizes> {
+    pub(in crate::model) fn of(spec: &Spec, dense: bool, deterministic: bool) -> Result<Sizes> {
         if spec.blocks.is_empty() {
             bail!(
                 Unsupported,
@@ -100,6 +105,7 @@ impl Sizes {
             groups: KvGroup::of(spec).len(),
             drafts: spec.drafter.is_some(),
             dense,
+            deterministic,
         })
     }
 
@@ -132,6 +138,22 @@ impl Sizes {
         let each = self.attentions.iter();
         let sizes = each.map(|a| SplitKvWorkspace::sizes(a.heads, a.kv_heads, a.head_dim));
         sizes.fold((0, 0), |a, b| (a.0.max(b.0), a.1.max(b.1)))
+    }
+
+    /// Rows that have room in the split-KV workspace, in passes of so many rows and sequences.
+    pub(super) fn split_rows(&self, rows: usize, sequences: usize) -> usize {
+        match self.deterministic {
+            true => sequences.max(rows.min(ROWS_AT_ONCE)),
+            false => sequences,
+        }
+    }
+
+    /// What the size of scratch memory for products depends on beside shapes.
+    pub(super) fn scratch_device(&self, device: ScratchDevice) -> ScratchDevice {
+        match self.deterministic {
+            true => device.deterministic(),
+            false => device,
+        }
     }
 
     /// The index of an attention spec in [`Sizes::attentions`].

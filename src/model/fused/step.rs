@@ -192,6 +192,9 @@ impl Executor {
                 ..
             } = *attention;
             let visible = (position + 1).min(window.unwrap_or(usize::MAX));
+            if self.lowered.hardware.deterministic {
+                return SplitKv::fixed(visible);
+            }
             let [unit, ..] = attention_units(source.spec, attention, source.kv.kind());
             let gpu = &self.lowered.gpu;
             SplitKv::of(gpu, heads, kv_heads, head_dim, unit, batch.max(1), visible)

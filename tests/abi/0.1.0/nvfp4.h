@@ -803,11 +803,17 @@ typedef struct NVFP4_LoadOptions {
     /**
      * 1 if sessions that begin with the same tokens share the keys, values and recurrent states of these, whichever of them
      * ran them first; 0 if only forks share. On the CPU this changes no result; on a GPU it changes logits by rounding, as
-     * any other division of a prompt does. Default: 1.
+     * any other division of a prompt does, unless `deterministic` is 1. Default: 1.
      */
     int32_t prefix_cache;
-    /** Reserved; must be 0. */
-    int32_t reserved;
+    /**
+     * 1 if the logits of a session are to have the same bits whatever runs beside it, however its prompt is divided, and
+     * whether its tokens were run, found in the prefix cache, or run again after memory was short. Always so on the CPU, where
+     * this is not read. On a GPU every row of a pass takes the same sums in the same order, by kernels that are slower for
+     * prompts above all: docs/performance.md has figures. Other GPUs, drivers and versions of this library give other bits.
+     * Default: 0.
+     */
+    int32_t deterministic;
     /**
      * Bytes of keys, values and states that are kept after the last session that used them, for later sessions that begin
      * with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory.

@@ -21,6 +21,7 @@ const H200: Hardware = Hardware {
     multiprocessors: 132,
     shared_limit: 227 << 10,
     cublas: true,
+    deterministic: false,
     clusters: WideClusters::unconstrained(132),
 };
 const GB10: Hardware = Hardware {
@@ -28,6 +29,7 @@ const GB10: Hardware = Hardware {
     multiprocessors: 48,
     shared_limit: 99 << 10,
     cublas: true,
+    deterministic: false,
     clusters: WideClusters::unconstrained(0),
 };
 
@@ -220,7 +222,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
             own(&[BlockOp::Convolve, BlockOp::DeltaRule, BlockOp::DeltaNorm])
         }
         Kernel::StoreKv => own(&[BlockOp::Heads]),
-        Kernel::Prefill => own(&[BlockOp::Attend]),
+        Kernel::Prefill | Kernel::DecodePrompt => own(&[BlockOp::Attend]),
         Kernel::GateUp { .. } | Kernel::Activate | Kernel::Up { .. } | Kernel::Square
             if is_mixture(Half::Mlp) =>
         {
@@ -521,10 +523,12 @@ fn of_drafters() -> String {
     table
 }
 
-/// Every kind of plan, as recorded in `plan.txt` beside this file, which shows every change of kernels or of their choice. Each plan
-/// runs the operations of blocks in the order of `order`.
-#[test]
-fn plans_are_as_written_down() {
+/// The models whose plans are tested, each with its name and a device.
+fn models() -> Vec<(
+    &'static str,
+    (ModelShape, Vec<BlockSpec>),
+    &'static Hardware,
+)> {
     let mut models = Vec::new();
     for (name, sizes, storage, hardware) in [
         ("Qwen3-4B, NVFP4, H200", &QWEN3_4B, WeightType::Nvfp4, &H200),
@@ -566,8 +570,15 @@ fn plans_are_as_written_down() {
     ));
     models.push(("Gemma 4 E2B, NVFP4, H200", GEMMA4_E2B.model(), &H200));
     models.push(("Gemma 4 E2B, NVFP4, GB10", GEMMA4_E2B.model(), &GB10));
+    models
+}
+
+/// Every kind of plan, as recorded in `plan.txt` beside this file, which shows every change of kernels or of their choice. Each plan
+/// runs the operations of blocks in the order of `order`.
+#[test]
+fn plans_are_as_written_down() {
     let mut table = String::new();
-    for (name, (model, specs), hardware) in models {
+    for (name, (model, specs), hardware) in models() {
         for (rows, kind) in [
             (1, Rows::Step),
             (8, Rows::Step),
@@ -603,5 +614,84 @@ fn plans_are_as_written_down() {
         let got = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("target/plan.txt");
         std::fs::write(&got, &table).unwrap();
         panic!("plans have changed: compare {} with {path}", got.display());
+    }
+}
+
+/// The GEMM of a kernel, if it is one.
+fn gemm(kernel: &Kernel) -> Option<&GemmPlan> {
+    match kernel {
+        Kernel::LayerInputs { gemm }
+        | Kernel::Qkv { gemm, .. }
+        | Kernel::HeadGate { gemm, .. }
+        | Kernel::DeltaInputs { gemm, .. }
+        | Kernel::DeltaGates { gemm, .. }
+        | Kernel::MambaInputs { gemm, .. }
+        | Kernel::GateUp { gemm, .. }
+        | Kernel::Up { gemm, .. }
+        | Kernel::Project { gemm, .. }
+        | Kernel::PerLayerGate { gemm, .. }
+        | Kernel::PerLayerProject { gemm }
+        | Kernel::Head { gemm, .. }
+        | Kernel::ProjectDrafterInputs { gemm } => Some(gemm),
+        _ => None,
+    }
+}
+
+/// A kernel, with its GEMM as what decides the order of sums.
+fn sums(step: &PlannedKernel) -> String {
+    let kernel = format!("{:?}", step.kernel);
+    // Kernels of attention differ by how they find their rows, and layouts change no sum.
+    let name = match &step.kernel {
+        Kernel::Decode { .. } | Kernel::DecodeStored { .. } | Kernel::DecodePrompt => "attention",
+        _ => kernel.split([' ', '{']).next().unwrap(),
+    };
+    let fused = matches!(step.kernel, Kernel::GateUp { fused: true, .. });
+    let sums = gemm(&step.kernel).map(GemmPlan::sums);
+    format!("{} {name} {fused} {sums:?}", step.block)
+}
+
+/// A deterministic plan takes the sums of a row in the same order, however many rows there are and in whichever kind of pass.
+#[test]
+fn deterministic_plans_add_in_one_order() {
+    for (name, (model, _), hardware) in models() {
+        let hardware = hardware.deterministic();
+        let mut first: Option<Vec<String>> = None;
+        for kind in [Rows::Step, Rows::Verification, Rows::Ragged] {
+            for rows in [1, 2, 4, 5, 8, 9, 16, 17, 40, 64, 128, 129, 256, 1000, 4096] {
+                let steps = plan(&model, model.own_blocks(), rows, kind, &hardware).unwrap();
+                let stores = |step: &&PlannedKernel| {
+                    matches!(step.kernel, Kernel::StoreRows { .. } | Kernel::StoreKv)
+                };
+                // Logits of prompts are computed apart.
+                let is_head = |step: &PlannedKernel| {
+                    let before_head = matches!(
+                        step.kernel,
+                        Kernel::Normalize {
+                            norm: Norm::Head,
+                            ..
+                        }
+                    );
+                    before_head || matches!(step.kernel, Kernel::Head { .. })
+                };
+                let steps = steps.iter().filter(|step| !stores(step) && !is_head(step));
+                let got: Vec<String> = steps.map(sums).collect();
+                let want = first.get_or_insert_with(|| got.clone());
+                assert_eq!(&got, want, "{name}, {rows} rows, {kind:?}");
+            }
+        }
+        let heads = [1, 8, 17, 64].map(|rows| {
+            let layout = head_layout(model.head, rows, &hardware);
+            let input = Normed {
+                norm: Norm::Head,
+                layout,
+                applied: Applied::Before,
+            };
+            let gemm = head(model.head, &input, rows, &hardware).unwrap();
+            (layout, gemm.sums())
+        });
+        assert!(
+            heads.iter().all(|head| *head == heads[0]),
+            "{name}: {heads:?}"
+        );
     }
 }
