@@ -11,12 +11,14 @@
 // order. Alternatively the splits are a cluster, whose blocks send each other their partial results, and each block combines some of the
 // heads.
 //
-// The number of splits is that of the grid, or follows from the positions that a row sees: then its bits depend on no other row.
+// The number of splits is that of the grid, or follows from the positions that a row sees (attention/splits.cuh): then its bits depend on no
+// other row. The rounding of each sum is written out, because attention/rows.cuh has to give the same bits.
 //
 // Codes in 8 bits are widened to f16, which is exact. The scales of keys apply to scores, and those of values to probabilities. A word of
 // load_matrices() has four neighbouring codes of a row, of which the matrix instruction takes the first two in the place of neighbours 2t
 // and the others in that of neighbours 2t + 8: along K both operands have this order.
 #pragma once
+#include "attention/splits.cuh"
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
 #include "common/pages.cuh"
@@ -41,7 +43,7 @@ struct Arguments {
     const float* q_norm;        // [D] or null
     const float* k_norm;
     const float* sinks;         // [heads]: a logit of each head that has no value; or null. LIMITED kernels alone take them
-    const int* positions;       // [sequences]: of the new token; or null: consecutive from first_position on
+    const int* positions;       // [sequences]: of the new token
     u16* out;                   // f16 [sequences, heads D], or the same, fragment-major
     float* partial;             // the split-KV workspace: [sequences, head blocks, splits, HEADS, D + 2]
     u32* arrived;               // [sequences, head blocks]: zero before and after
@@ -54,17 +56,16 @@ struct Arguments {
     int window;                 // positions that a token sees, its own included; 0: all
     int fragment_major;
     int stored;                 // whether an earlier kernel has stored all keys and values: rows may be consecutive tokens of one sequence
-    int first_position;
-    int split_pages;            // 0: as many splits as the grid has; else a split for each so many pages of a row, at most MOST_SPLITS
+    int split_pages;            // 0: as many splits as the grid has; else see FixedSplits
 };
-
-constexpr int MOST_SPLITS = WARP;   // a lane for each combines them
 
 // The output of a sequence.
 struct OutputRow {
     u16* out;
     int sequence, width, groups;  // groups of 8 sequences; 0 if row-major
 
+    // Of row-major outputs.
+    __device__ __forceinline__ OutputRow(u16* out, int sequence, int width) : out(out), sequence(sequence), width(width), groups(0) {}
     __device__ __forceinline__ OutputRow(const Arguments& a, int sequence, int width)
         : out(a.out), sequence(sequence), width(width), groups(a.fragment_major ? ceil_div(gridDim.y, GROUP_ROWS) : 0) {}
     __device__ __forceinline__ u16& at(int k) const {
@@ -160,9 +161,9 @@ struct PartialResult {
         for (int i = 0; i < count; i++) {
             // The largest score of no positions is minus infinity.
             float score = lines[i * stride + D], factor = score == -INFINITY ? 0 : exp2_approx(score - max_score);
-            weight += lines[i * stride + D + 1] * factor;
+            weight = fmaf(lines[i * stride + D + 1], factor, weight);
 #pragma unroll
-            for (int j = 0; j < N; j++) y[j] += has_slot<D>(j) ? lines[i * stride + lane_id() + WARP * j] * factor : 0;
+            for (int j = 0; j < N; j++) y[j] = has_slot<D>(j) ? fmaf(lines[i * stride + lane_id() + WARP * j], factor, y[j]) : 0;
         }
     }
     // Combines the splits of a head in global memory, at most as many as lanes. Each lane loads the score of one split, and the elements of
@@ -175,7 +176,7 @@ struct PartialResult {
         float score = has_split ? own[0] : -INFINITY, weight = has_split ? own[1] : 0;
         r.max_score = warp_max(score);
         float factor = score == -INFINITY ? 0 : exp2_approx(score - r.max_score);
-        r.weight = warp_sum(weight * factor);
+        r.weight = warp_sum(__fmul_rn(weight, factor));
 #pragma unroll 1
         for (int first = 0; first < splits; first += BATCH) {
             float y[BATCH][N];
@@ -188,7 +189,7 @@ struct PartialResult {
             for (int i = 0; i < BATCH; i++) {
                 float f = __shfl_sync(ALL_LANES, factor, first + i);
 #pragma unroll
-                for (int j = 0; j < N; j++) r.y[j] += y[i][j] * f;
+                for (int j = 0; j < N; j++) r.y[j] = fmaf(y[i][j], f, r.y[j]);
             }
         }
         return r;
@@ -253,12 +254,18 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     // Positions change only between steps; pages, norms and earlier keys and values not even then. All of them may be read before the wait,
     // since all kernels before the predecessor have completed.
-    int position = a.positions ? a.positions[sequence] : a.first_position + sequence;
+    int position = a.positions[sequence];
     // Splits are as equal as possible: blocks of the next kernels would crowd on multiprocessors that finish early.
     int start = LIMITED && a.window > 0 ? max(position + 1 - a.window, 0) : 0, first_page = start / PAGE, all = position / PAGE + 1 - first_page;
-    int splits = CLUSTER || a.split_pages == 0 ? gridDim.z : min(ceil_div(all, a.split_pages), MOST_SPLITS);
-    if (split >= splits) return;
+    int splits = gridDim.z;
     int begin = (first_page + all * split / splits) * PAGE, next = (first_page + all * (split + 1) / splits) * PAGE;
+    if (!CLUSTER && a.split_pages > 0) {
+        FixedSplits fixed(a.split_pages, LIMITED ? a.window : 0, first_page, position / PAGE);
+        splits = fixed.count;
+        if (split >= splits) return;
+        int own = (fixed.first + split) * fixed.length;
+        begin = max(first_page, own) * PAGE, next = min(position / PAGE + 1, own + fixed.length) * PAGE;
+    }
     // If an earlier layer has stored the new token, it is one of the cached positions.
     bool has_keys = !LIMITED || a.row.has_keys;
     int end = min(has_keys ? position : position + 1, next);
@@ -388,7 +395,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
             }
             if (HAS_SCALES<E>) {
                 float of_low = stage(at).key_scale(first + low), of_high = stage(at).key_scale(first + high);
-                score[0] *= of_low, score[1] *= of_low, score[2] *= of_high, score[3] *= of_high;
+                score[0] = __fmul_rn(score[0], of_low), score[1] = __fmul_rn(score[1], of_low);
+                score[2] = __fmul_rn(score[2], of_high), score[3] = __fmul_rn(score[3], of_high);
             }
             if (LIMITED && a.cap > 0) {
 #pragma unroll
@@ -405,14 +413,14 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 best = fmaxf(best, max_score[h]);
                 factor[h] = exp2_approx(max_score[h] - best);
                 max_score[h] = best;
-                weight[h] *= factor[h];
+                weight[h] = __fmul_rn(weight[h], factor[h]);
             }
             u32 probability[2];
 #pragma unroll
             for (int b = 0; b < 2; b++) {
                 float x = exp2_approx(score[2 * b] - max_score[0]), z = exp2_approx(score[2 * b + 1] - max_score[1]);
-                weight[0] += x;
-                weight[1] += z;
+                weight[0] = __fadd_rn(weight[0], x);
+                weight[1] = __fadd_rn(weight[1], z);
                 float scale = HAS_SCALES<E> ? stage(at).value_scale(first + (b == 0 ? low : high)) * PROBABILITY_FACTOR<E> : 1;
                 probability[b] = transpose_matrix(pack_f16(x * scale, z * scale));
             }
@@ -443,7 +451,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         for (int j = 0; j < N; j++) {
             int i = lane + WARP * j;
             if (!has_slot<D>(j)) continue;
-            score += f16_to_float(q[h][i]) * element_to_float(new_key[i]);
+            score = fmaf(f16_to_float(q[h][i]), element_to_float(new_key[i]), score);
             line[i] = element_to_float(new_value[i]) * (HAS_SCALES<E> ? new_scales[1] : 1);
         }
         score = warp_sum(score) * (HAS_SCALES<E> ? new_scales[0] : 1);

@@ -7,7 +7,8 @@
 // kernel waits for its predecessor. Activations are the B operand; one more warp loads them, as far ahead as there are free stages.
 //
 // If that gives too few blocks, K is split (split-K): the blocks of a cluster take the same tile over a range of K each. At the end each
-// block adds up the accumulators of all of them for its share of the tile, in a fixed order. K must be a multiple of 16.
+// block adds up the accumulators of all of them for its share of the tile, in a fixed order. Kernels of whole K take these ranges one after
+// the other, and give the same bits. K must be a multiple of 16.
 #include "common/cluster.cuh"
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"
@@ -75,15 +76,16 @@ __device__ __forceinline__ void store_glu_fragments(const Arguments& a, char* sh
     }
 }
 
-// IS_GLU: the 16 features of a warp are eight of gate and the same eight of up.
-template <int COLUMNS, bool IS_GLU>
+// IS_GLU: the 16 features of a warp are eight of gate and the same eight of up. IS_WHOLE: a block takes all ranges of K.
+template <int COLUMNS, bool IS_GLU, bool IS_WHOLE = false>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int TILES = COLUMNS / 8;
     using X = ActivationStages<COLUMNS>;
     extern __shared__ __align__(128) char shared[];
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = lane_id(), g = lane / 4;
     int chunks = ceil_div(a.k, CHUNK_K), split = blockIdx.z;
-    int begin = chunks * split / a.split_k, steps = chunks * (split + 1) / a.split_k - begin;
+    auto range_begin = [&](int split) { return chunks * split / a.split_k; };
+    int begin = range_begin(split), steps = IS_WHOLE ? chunks : range_begin(split + 1) - begin;
     int first_row = blockIdx.y * COLUMNS, groups = ceil_div(a.m, GROUP_ROWS);
 
     TilePlace<FEATURES> tile(a, IS_GLU ? 0 : blockIdx.x);
@@ -127,7 +129,19 @@ __device__ __forceinline__ void run(const Arguments& a) {
         let_later_kernels_start();
         __syncthreads();
 
+        float sums[TILES][4] = {};  // of earlier ranges
+        int range = 1;
         for (int step = 0; step < steps; step++) {
+            if (IS_WHOLE && step == range_begin(range)) {
+                wgmma_wait<0>();
+                wgmma_fence_accumulators(c);
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[i][e] += c[i][e], c[i][e] = 0;
+                }
+                range++;
+            }
             ring.wait();
             u32 stage = ring.base + Ring::offset(step % STAGES);
             uint4 low_codes = load_shared_16(stage + lane * 16), high_codes = load_shared_16(stage + CHUNK_BYTES + lane * 16);
@@ -157,6 +171,13 @@ __device__ __forceinline__ void run(const Arguments& a) {
         }
         wgmma_wait<0>();
         wgmma_fence_accumulators(c);
+        if (IS_WHOLE) {
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) c[i][e] += sums[i][e];
+            }
+        }
     }
 
     auto store_tile = [&](int warp, int i, const float (&c)[4]) {
@@ -170,12 +191,13 @@ __device__ __forceinline__ void run(const Arguments& a) {
             store_accumulators(a, w, tile.column, first_feature(warp), first_row + 8 * i, c);
         }
     };
-    if (IS_GLU && a.split_k == 1 && a.output == STORE_FRAGMENT_MAJOR) {
+    bool has_tile = IS_WHOLE || a.split_k == 1;
+    if (IS_GLU && has_tile && a.output == STORE_FRAGMENT_MAJOR) {
         char* ring = rings + warp / 4 * (4 * Ring::BYTES);
         if (warp < WARPS) store_glu_fragments<TILES>(a, ring, tile_feature + warp / 4 * (2 * BLOCK), first_row, c);
         return;
     }
-    if (a.split_k == 1) {
+    if (has_tile) {
         if (warp == WARPS) return;
 #pragma unroll
         for (int i = 0; i < TILES; i++) store_tile(warp, i, c[i]);
@@ -229,3 +251,5 @@ KERNEL(16)
 KERNEL(32)
 KERNEL(64)
 KERNEL(128)
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_whole(const __grid_constant__ Arguments a) { run<64, false, true>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_glu_whole(const __grid_constant__ Arguments a) { run<64, true, true>(a); }

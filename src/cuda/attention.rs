@@ -26,7 +26,7 @@ const FEW_SPLITS: usize = 8;
 const LONG_SPLIT: usize = 512;
 /// Upper limit of splits per sequence: one for each lane of the warp that combines them.
 const MOST_SPLITS: usize = 32;
-/// Pages of a split of [`SplitKv::Fixed`]: few enough that a single sequence keeps a device busy, and enough that partial results are a few
+/// Least pages of a split of [`SplitKv::Fixed`]: few enough that a single sequence keeps a device busy, and enough that partial results are a few
 /// percent of what a split reads.
 const SPLIT_PAGES: usize = 4;
 /// The longest sequence, in positions, that a two-CTA cluster serves on devices with clusters.
@@ -114,6 +114,10 @@ head_kernels! { STORE_ROWS(StoreRowsArguments):
     RopeStoreGeneral, None, "rope_store_rows_" [192 256] "";
     RopeStoreGeneral, None, "rope_store_rows_" [32 64 80 96 128 192 256] "_general";
 }
+head_kernels! { ROWS(RowsArguments):
+    AttentionRows, None, "attention_rows_" [32 64 80 96 128 192 256 512] "";
+    AttentionRowsF8, None, "attention_rows_" [32 64 128] "_f8";
+}
 head_kernels! { PREFILL(PrefillArguments):
     AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
     AttentionPrefillF8, None, "attention_prefill_" [32 64 128] "_f8";
@@ -132,6 +136,7 @@ pub(super) fn arguments() -> impl Iterator<Item = (&'static str, usize)> {
         .chain(sizes(STORE_HEADS))
         .chain(sizes(STORE_VALUES))
         .chain(sizes(STORE_ROWS))
+        .chain(sizes(ROWS))
         .chain(sizes(PREFILL))
 }
 
@@ -168,7 +173,6 @@ struct DecodeArguments {
     window: i32,
     fragment_major: i32,
     stored: i32,
-    first_position: i32,
     split_pages: i32,
 }
 
@@ -328,13 +332,10 @@ impl SplitKv {
         SplitKv::Splits(if positions <= short { 1 } else { splits })
     }
 
-    /// Splits of [`SPLIT_PAGES`] pages, or longer ones from [`MOST_SPLITS`] on, for sequences that see up to `positions` positions. The bits
-    /// of a sequence's attention then depend on that sequence alone.
+    /// Splits of [`SPLIT_PAGES`] pages, or longer ones where there would be more than [`MOST_SPLITS`], for sequences that see up to
+    /// `positions` positions. The bits of a sequence's attention then depend on that sequence alone.
     pub fn fixed(positions: usize) -> SplitKv {
-        // The visible positions may begin inside a page.
-        let pages = positions.div_ceil(PAGE) + 1;
-        let splits = pages.div_ceil(SPLIT_PAGES).next_power_of_two();
-        SplitKv::Fixed(splits.min(MOST_SPLITS))
+        SplitKv::Fixed(fixed_splits(positions))
     }
 
     const fn splits(self) -> usize {
@@ -343,6 +344,13 @@ impl SplitKv {
             SplitKv::Cluster => 2,
         }
     }
+}
+
+/// The most splits of [`SplitKv::fixed`] for such sequences.
+fn fixed_splits(positions: usize) -> usize {
+    // A window may begin inside a split.
+    let splits = positions.div_ceil(PAGE * SPLIT_PAGES) + 1;
+    splits.next_power_of_two().min(MOST_SPLITS)
 }
 
 /// Split-KV workspace: partial results, and counters of the CTAs that have arrived.
@@ -362,11 +370,6 @@ impl SplitKvWorkspace {
     /// Bytes of partial results, and of counters, of `sequences` sequences with [`SplitKvWorkspace::sizes`].
     const fn bytes((floats, blocks): (usize, usize), sequences: usize) -> [usize; 2] {
         [sequences * floats * 4, sequences * blocks * 4]
-    }
-
-    /// Sequences that it has room for, with `blocks` CTAs each.
-    fn sequences(&self, blocks: usize) -> usize {
-        self.arrived.bytes() / (4 * blocks)
     }
 
     /// Bytes of a workspace for `sequences` sequences with [`SplitKvWorkspace::sizes`].
@@ -405,10 +408,9 @@ pub fn decode(
 ) -> Result<()> {
     let rows = DecodedRows {
         qkv,
-        positions: Positions::Listed(positions),
+        positions,
         count: sequences,
         stored: false,
-        at: 0,
     };
     decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
 }
@@ -429,63 +431,21 @@ pub fn decode_stored(
 ) -> Result<()> {
     let rows = DecodedRows {
         qkv,
-        positions: Positions::Listed(positions),
+        positions,
         count: rows,
         stored: true,
-        at: 0,
     };
     decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
-}
-
-/// As [`decode_stored`], for `rows` rows of one sequence from row `at` of `qkv` and of row-major `out` on, at consecutive positions from
-/// `first_position` on. [`store`] must have stored their keys and values. `division` is [`SplitKv::fixed`].
-pub fn decode_prompt(
-    gpu: &Gpu,
-    heads: &Heads<'_>,
-    cache: &CachedPages<'_>,
-    qkv: &DeviceBuffer,
-    at: usize,
-    rows: usize,
-    first_position: usize,
-    division: SplitKv,
-    workspace: &SplitKvWorkspace,
-    out: &DeviceBuffer,
-) -> Result<()> {
-    let blocks = blocks(heads.shape.heads, heads.shape.kv_heads);
-    let at_once = workspace.sequences(blocks).max(1);
-    for first in (0..rows).step_by(at_once) {
-        let some = DecodedRows {
-            qkv,
-            positions: Positions::From(first_position + first),
-            count: at_once.min(rows - first),
-            stored: true,
-            at: at + first,
-        };
-        let layout = Layout::RowMajor;
-        decode_by(gpu, heads, cache, some, division, workspace, out, layout)?;
-    }
-    Ok(())
-}
-
-/// Where the positions of rows are.
-#[derive(Clone, Copy)]
-enum Positions<'a> {
-    /// i32, one for each row, each of a sequence of its own.
-    Listed(&'a DeviceBuffer),
-    /// Consecutive from here on, of one sequence.
-    From(usize),
 }
 
 /// The rows of [`decode`].
 #[derive(Clone, Copy)]
 struct DecodedRows<'a> {
     qkv: &'a DeviceBuffer,
-    positions: Positions<'a>,
+    positions: &'a DeviceBuffer,
     count: usize,
     /// Whether their keys and values are stored already.
     stored: bool,
-    /// The first row, of `qkv` and of a row-major result.
-    at: usize,
 }
 
 fn decode_by(
@@ -503,21 +463,15 @@ fn decode_by(
         positions,
         count: sequences,
         stored,
-        at,
     } = rows;
     heads.check_cache(cache)?;
     let width = heads.row_width();
     let group = heads.shape.heads / heads.shape.kv_heads;
     let blocks = blocks(heads.shape.heads, heads.shape.kv_heads);
     let splits = division.splits();
-    let (listed, first_position) = match positions {
-        Positions::Listed(listed) => (Some(listed), 0),
-        Positions::From(first) => (None, first),
-    };
-    let made = heads.shape.heads * heads.shape.dim;
-    if qkv.bytes() < (at + sequences) * width * 4
-        || listed.is_some_and(|listed| listed.bytes() < sequences * 4)
-        || out.bytes() < (at * made + layout.elements(sequences, made)) * 2
+    if qkv.bytes() < sequences * width * 4
+        || positions.bytes() < sequences * 4
+        || out.bytes() < layout.elements(sequences, heads.shape.heads * heads.shape.dim) * 2
         || workspace.arrived.bytes() < sequences * blocks * 4
         || !(1..=MOST_SPLITS).contains(&splits)
     {
@@ -527,33 +481,24 @@ fn decode_by(
         );
     }
     let (q_norm, k_norm) = heads.norms();
-    // Rows of one sequence share a row of the block table.
-    let mut pages = match positions {
-        Positions::Listed(_) => cache.argument(sequences, 0..sequences)?,
-        Positions::From(_) => cache.argument(1, at..at + sequences)?,
-    };
-    if listed.is_none() {
-        pages.stride = 0;
-    }
     let arguments = DecodeArguments {
-        qkv: qkv.address() + (at * width * 4) as u64,
+        qkv: qkv.address(),
         q_norm,
         k_norm,
         sinks: heads.sinks()?,
-        positions: listed.map_or(0, DeviceBuffer::address),
-        out: out.address() + (at * made * 2) as u64,
+        positions: positions.address(),
+        out: out.address(),
         partial: workspace.partial.address(),
         arrived: workspace.arrived.address(),
         head: heads.options()?,
         row: heads.row_argument(),
-        pages,
+        pages: cache.argument(sequences, 0..sequences)?,
         group: group as i32,
         scale: heads.scale_log2(),
         cap: heads.cap_log2(),
         window: heads.window()?,
         fragment_major: i32::from(layout == Layout::FragmentMajor),
         stored: i32::from(stored),
-        first_position: int("the position", first_position)?,
         split_pages: match division {
             SplitKv::Fixed(_) => SPLIT_PAGES as i32,
             SplitKv::Splits(_) | SplitKv::Cluster => 0,
@@ -793,4 +738,110 @@ pub fn prefill(
     let kernel = one(PREFILL, heads.shape.dim, |k| k.unit == prefill)?;
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe { launch.of(kernel).run(gpu, &arguments) }
+}
+
+#[repr(C)]
+struct RowsArguments {
+    q: u64,
+    sinks: u64,
+    out: u64,
+    partial: u64,
+    arrived: u64,
+    pages: Pages,
+    group: i32,
+    rows: i32,
+    first_position: i32,
+    window: i32,
+    cap: f32,
+    split_pages: i32,
+    has_keys: i32,
+}
+
+/// Tiles of eight columns, pairs of a row and a head, that a CTA of [`attend_rows`] takes, as in `kernels/attention/rows.cuh`.
+const fn column_tiles(dim: usize) -> usize {
+    if dim <= 128 { 4 } else { 2 }
+}
+
+/// Attention of `rows` rows of one sequence, from row `at` of `q` and `out` on, at the positions from `first_position` on: each has the bits
+/// that [`decode`] with [`SplitKv::fixed`] gives it as a single token. [`store`] writes `q`, and has stored keys and values; `out` is f16
+/// `[rows, heads, dim]`.
+pub fn attend_rows(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    q: &DeviceBuffer,
+    at: usize,
+    rows: usize,
+    first_position: usize,
+    workspace: &SplitKvWorkspace,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    heads.check_cache(cache)?;
+    let AttentionShape {
+        heads: all_heads,
+        kv_heads,
+        dim,
+        window,
+        ..
+    } = heads.shape;
+    let row = all_heads * dim * 2;
+    if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
+        bail!(
+            Internal,
+            "buffers of attention are too small for {rows} rows"
+        );
+    }
+    let (kv, group, tiles) = (cache.shape.kind, all_heads / kv_heads, column_tiles(dim));
+    let columns = group.min(BLOCK_HEADS).next_power_of_two();
+    let of_cta = tiles * BLOCK_HEADS / columns;
+    let head_blocks = blocks(all_heads, kv_heads);
+    let kernel = one(ROWS, dim, |k| {
+        (k.unit == Unit::AttentionRowsF8) == (kv == KvType::F8)
+    })?;
+    let q_bytes = (tiles * BLOCK_HEADS * (dim + 8) * 2).next_multiple_of(128);
+    let stages = if dim > 128 { 1 } else { 2 };
+    let end = first_position + rows;
+    let splits = fixed_splits(end.min(window.unwrap_or(usize::MAX)));
+    // CTAs of rows whose partial results the workspace holds.
+    let partial = head_blocks * tiles * splits * BLOCK_HEADS * (dim + 2) * 4;
+    let counters = workspace.arrived.bytes() / (4 * head_blocks);
+    let at_once = (workspace.partial.bytes() / partial).min(counters).max(1);
+    if workspace.partial.bytes() < partial || counters == 0 {
+        bail!(
+            Internal,
+            "a split-KV workspace of {} bytes for {splits} splits",
+            workspace.partial.bytes()
+        );
+    }
+    let mut first = 0;
+    while first < rows {
+        // CTAs begin at multiples of their rows, so that none has rows of two pages.
+        let start = (first_position + first) / of_cta * of_cta;
+        let count = (start + at_once * of_cta).min(end) - first_position - first;
+        let from = ((at + first) * row) as u64;
+        let arguments = RowsArguments {
+            q: q.address() + from,
+            sinks: heads.sinks()?,
+            out: out.address() + from,
+            partial: workspace.partial.address(),
+            arrived: workspace.arrived.address(),
+            pages: cache.argument(1, at..at + rows)?,
+            group: group as i32,
+            rows: int("rows", count)?,
+            first_position: int("the position", first_position + first)?,
+            window: heads.window()?,
+            cap: heads.cap_log2(),
+            split_pages: SPLIT_PAGES as i32,
+            has_keys: i32::from(heads.own_kv_heads() > 0),
+        };
+        let row_blocks = (first_position + first + count - start).div_ceil(of_cta);
+        let launch = Launch {
+            shared: (q_bytes + stages * stage_bytes(dim, kv)) as u32,
+            ..Launch::new([head_blocks as u32, row_blocks as u32, splits as u32], 128)
+        };
+        // SAFETY: sizes were checked; the caller vouches for blocks.
+        unsafe { launch.of(kernel).run(gpu, &arguments)? };
+        first += count;
+    }
+    Ok(())
 }

@@ -378,7 +378,7 @@ pub(super) struct Pages {
     table: u64,
     block_bytes: u64,
     unfit: u64,
-    pub(super) stride: i32,
+    stride: i32,
     kv_heads: i32,
     layer: u32,
 }

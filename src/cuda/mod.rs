@@ -40,7 +40,7 @@ mod unfused;
 mod units;
 
 pub use attention::{
-    SplitKv, SplitKvWorkspace, decode, decode_prompt, decode_stored, prefill, store, store_rows,
+    SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored, prefill, store, store_rows,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{

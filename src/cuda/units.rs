@@ -64,6 +64,8 @@ units! {
     AttentionPrefillWide = "attention/prefill_wide.cu",
     AttentionPrefillWidest = "attention/prefill_widest.cu",
     AttentionReference = "attention/reference.cu",
+    AttentionRows = "attention/rows.cu",
+    AttentionRowsF8 = "attention/rows_f8.cu",
     AttentionTrainingForward = "attention/training_forward.cu",
     AttentionTrainingBackward = "attention/training_backward.cu",
     AttentionTrainingForwardWide = "attention/training_forward_wide.cu",

@@ -226,7 +226,7 @@ impl Served {
     /// run in the same passes: what arrives during a pass is in the next one, which waits for all sequences that generate, for half the time
     /// of a step at most. One that comes too late is not waited for during the next passes.
     ///
-    /// On the CPU tokens have the same bits in any pass. On a GPU they may differ by rounding.
+    /// On the CPU, and in a deterministic model, tokens have the same bits in any pass. On a GPU they may else differ by rounding.
     pub fn generates(&self, sequence: &Sequence) -> Generating<'_> {
         self.runner.generates(sequence.id())
     }

@@ -265,7 +265,7 @@ impl Model {
                 fused::check_supported(&spec)?;
                 let (given_up, done) = (AtomicBool::new(false), AtomicBool::new(false));
                 let prepared = Mutex::new(Ok(()));
-                let units = fused::units(&spec);
+                let units = fused::units(&spec, options.deterministic);
                 let prepare = || {
                     let result = gpu.prepare(&units, &|| given_up.load(Ordering::Relaxed));
                     *prepared.lock().unwrap_or_else(PoisonError::into_inner) = result;

@@ -45,7 +45,7 @@ impl Model {
     ) -> Result<Arc<Model>> {
         let spec = source.spec().clone();
         if let Device::Cuda(gpu) = device {
-            gpu.prepare(&fused::units(&spec), &crate::base::call::is_over)?;
+            gpu.prepare(&fused::units(&spec, false), &crate::base::call::is_over)?;
         }
         let made = Made {
             weights: weights(device, &spec, source.layout(), trained)?,

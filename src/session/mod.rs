@@ -2,7 +2,8 @@
 //! conversation of its chat turns. Knows nothing of weights, kernels or training.
 //!
 //! On the CPU a token's logits have the same bits alone, in a batch and in a prompt. On a GPU the same calls give the same bits, and other
-//! calls may differ by rounding. See [`Model::run`](crate::model::Model::run).
+//! calls may differ by rounding, unless the model is [deterministic](crate::model::LoadOptions::deterministic). See
+//! [`Model::run`](crate::model::Model::run).
 
 mod answer;
 mod batch;

@@ -220,6 +220,23 @@ fn logits_do_not_depend_on_the_pass() {
     );
 }
 
+/// Models named in NVFP4_TEST_MODELS, separated by colons: real ones, or of a real size.
+#[test]
+fn logits_of_named_models_do_not_depend_on_the_pass() {
+    let Some(gpu) = gpu() else { return };
+    let Ok(paths) = std::env::var("NVFP4_TEST_MODELS") else {
+        println!("SKIPPED NVFP4_TEST_MODELS names no model");
+        return;
+    };
+    for path in paths.split(':') {
+        let model = load_from(&gpu, path.as_ref(), false).unwrap();
+        for kv in [KvType::F16, KvType::F8] {
+            let differ = passes_that_differ(&model, kv, 600);
+            assert!(differ.is_empty(), "{path}, {kv:?}: {differ:#?}");
+        }
+    }
+}
+
 /// Steps of sequences of different lengths, whose graphs are padded.
 #[test]
 fn steps_do_not_depend_on_their_size() {

@@ -89,6 +89,7 @@ impl WideClusters {
                     kernel,
                     glu,
                     columns,
+                    whole: false,
                 };
                 for (size, count) in (2..).zip(counts) {
                     *count = tiles.planned([1, 1, size]).clusters_at_once(gpu)? as u16;

@@ -6,7 +6,7 @@ use super::hardware::Hardware;
 use super::input::Input;
 use super::matrix::{Biased, CHUNK_K, MatrixShape, matrix_arguments};
 use super::output::{Layout, Output};
-use super::tiles::{MOST_SPLIT_K, TileKernel, TileVariant, TiledArguments, Tiles};
+use super::tiles::{MOST_SPLIT_K, TileKernel, TileVariant, TiledArguments, Tiles, WHOLE_ROWS};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
@@ -38,6 +38,8 @@ pub(super) struct Tiling {
     order: Option<Planned<ToFragments>>,
     /// Its grid has CTAs along features, along rows, and along K.
     gemm: Planned<TileVariant>,
+    /// Ranges of K, each with a sum of its own.
+    split_k: usize,
     /// Adds up the accumulators of CTAs along K that form no cluster.
     sum: Option<Planned<TileVariant>>,
 }
@@ -76,29 +78,40 @@ impl Tiling {
             Output::GluFragmentMajor(_) => vec![2 * matrices[0].rows.next_multiple_of(CHUNK_K)],
             _ => matrices.iter().map(|w| w.rows).collect(),
         };
-        let tiles = Tiles {
+        let tiles = |columns, whole| Tiles {
             kernel,
             glu,
-            columns: m.next_power_of_two().clamp(8, kernel.most_rows()),
+            columns,
+            whole,
         };
+        let most = tiles(kernel.most_rows(), false);
         let along_features = features.iter().map(|n| n.div_ceil(kernel.features())).sum();
+        // The ranges of K of a single tile of rows serve any number of them.
+        let ranges = match kernel {
+            TileKernel::Wide if hardware.deterministic => {
+                Some(split_k(most, hardware, along_features, k))
+            }
+            _ => None,
+        };
+        let tiles = match ranges {
+            // Many rows keep the device busy without CTAs that share K.
+            Some(2..) if m > most.columns => tiles(WHOLE_ROWS, true),
+            _ => tiles(m.next_power_of_two().clamp(8, most.columns), false),
+        };
         let along_rows = m.div_ceil(tiles.columns);
         let split_k = match kernel {
             TileKernel::Tiled if !divides || hardware.deterministic => 1,
-            // The division of a single tile of rows serves any number of them.
-            TileKernel::Wide if hardware.deterministic => {
-                let columns = kernel.most_rows();
-                split_k(Tiles { columns, ..tiles }, hardware, along_features, k)
-            }
-            _ => split_k(tiles, hardware, along_features * along_rows, k),
+            _ => ranges.unwrap_or_else(|| split_k(tiles, hardware, along_features * along_rows, k)),
         };
+        let along_k = if tiles.whole { 1 } else { split_k };
         let all: usize = features.iter().sum();
         let sum = Launch::new([all.div_ceil(256) as u32, m as u32, 1], 256);
         let sums = kernel == TileKernel::Tiled && split_k > 1;
         Some(Tiling {
             tiles,
             order,
-            gemm: tiles.planned([along_features, along_rows, split_k]),
+            gemm: tiles.planned([along_features, along_rows, along_k]),
+            split_k,
             sum: sums.then(|| sum.of(TileVariant::TiledSum)),
         })
     }
@@ -123,7 +136,7 @@ fn split_k(tiles: Tiles, hardware: &Hardware, blocks: usize, k: usize) -> usize 
 impl Tiling {
     /// The kernel, and the parts into which it divides K.
     pub(super) fn sums(&self) -> (String, u32) {
-        (format!("{:?}", self.tiles.kernel), self.gemm.launch.grid[2])
+        (format!("{:?}", self.tiles.kernel), self.split_k as u32)
     }
 }
 
@@ -172,10 +185,10 @@ impl Tiling {
             }
             None => x,
         };
-        let split_k = self.gemm.launch.grid[2];
+        let split_k = self.split_k;
         if self.sum.is_some() {
             let features = matrices.iter().map(|(w, _)| w.rows).sum();
-            let sums = [split_k as usize, m, features, 4];
+            let sums = [split_k, m, features, 4];
             room.holds("the split-K workspace of a product", &sums)?;
         }
         let mut matrix = matrix_arguments(matrices)?;

@@ -27,10 +27,14 @@ kernels! {
             WideGlu32 = "linear_wide_glu_32",
             WideGlu64 = "linear_wide_glu_64",
             WideGlu128 = "linear_wide_glu_128",
+            WideWhole = "linear_wide_whole",
+            WideGluWhole = "linear_wide_glu_whole",
         }
     }
 }
 
+/// Activation rows of a CTA that takes all ranges of K, whose sums take as many registers as its accumulators.
+pub(super) const WHOLE_ROWS: usize = 64;
 /// The most CTAs of a cluster, which split K.
 pub(super) const MOST_SPLIT_K: usize = 8;
 
@@ -170,6 +174,8 @@ pub(super) struct Tiles {
     pub(super) glu: bool,
     /// Activation rows per CTA, a power of two from 8 on.
     pub(super) columns: usize,
+    /// Whether each CTA takes all ranges of K, one after the other; of [`TileKernel::Wide`] with [`WHOLE_ROWS`] rows.
+    pub(super) whole: bool,
 }
 
 impl Tiles {
@@ -182,6 +188,8 @@ impl Tiles {
         use TileVariant::*;
         let index = self.index();
         match (self.kernel, self.glu) {
+            (_, false) if self.whole => WideWhole,
+            (_, true) if self.whole => WideGluWhole,
             (TileKernel::Tiled, _) => [Tiled8, Tiled16, Tiled32, Tiled64][index],
             (TileKernel::Wide, false) => [Wide8, Wide16, Wide32, Wide64, Wide128][index],
             (TileKernel::Wide, true) => {

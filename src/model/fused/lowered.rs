@@ -20,8 +20,8 @@ use crate::model::weights::{Block, Drafter, Weights};
 use crate::ops::Array;
 use crate::tensor::{KvType, WeightType};
 
-/// The kernels that the steps and prompts of a model may need.
-pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
+/// The kernels that the steps and prompts of a model may need, deterministic or not.
+pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
     let mut units = vec![
         Unit::LinearSkinny,
         Unit::LinearTiled,
@@ -43,6 +43,9 @@ pub(in crate::model) fn units(spec: &Spec) -> Vec<Unit> {
         Unit::Argmax,
         Unit::Draw,
     ];
+    if deterministic {
+        units.push(Unit::AttentionRows);
+    }
     if spec.drafter.is_some() {
         units.push(Unit::DrafterRows);
     }

@@ -118,7 +118,7 @@ impl<'a> FusedPass<'a> {
             | Kernel::DecodeStored { .. }
             | Kernel::StoreKv
             | Kernel::Prefill
-            | Kernel::DecodePrompt => self.attend(index, &step.kernel),
+            | Kernel::AttendRows => self.attend(index, &step.kernel),
             Kernel::HeadGate { input, gemm } => {
                 let attention = self.block(index)?.mixer.required_attention()?;
                 let (Some(gate), Some(out)) = (&attention.gate, &memory.head_gate) else {
@@ -404,28 +404,15 @@ impl<'a> FusedPass<'a> {
                     cuda::prefill(gpu, &heads, &pages, q, at, rows, chunk.first, out)
                 })
             }
-            Kernel::DecodePrompt => {
+            Kernel::AttendRows => {
                 if singles > 0 {
                     self.decode(index, &heads, &pages(0)?, Layout::RowMajor, cuda::decode)?;
                 }
-                let window = heads.shape.window.unwrap_or(usize::MAX);
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
-                    let (qkv, out) = (&memory.projected, &memory.input);
+                    let (q, out, splits) = (&memory.inner, &memory.input, &memory.splits);
                     let pages = pages(chunk.sequence)?;
-                    let splits = SplitKv::fixed((chunk.first + rows).min(window));
-                    cuda::decode_prompt(
-                        gpu,
-                        &heads,
-                        &pages,
-                        qkv,
-                        at,
-                        rows,
-                        chunk.first,
-                        splits,
-                        &memory.splits,
-                        out,
-                    )
+                    cuda::attend_rows(gpu, &heads, &pages, q, at, rows, chunk.first, splits, out)
                 })
             }
             _ => bail!(

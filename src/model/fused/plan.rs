@@ -103,8 +103,8 @@ pub(super) enum Kernel {
     StoreKv,
     /// Attention of the queries rotated by [`Kernel::StoreKv`].
     Prefill,
-    /// Attention of rows whose keys and values [`Kernel::StoreKv`] has stored, each computed as that of a single token.
-    DecodePrompt,
+    /// As [`Kernel::Prefill`], each row with the bits that it has as a single token.
+    AttendRows,
     /// The gate of attention, f32.
     HeadGate { input: Normed, gemm: GemmPlan },
     /// Multiplies the output of attention by the sigmoid of its gate.
@@ -453,7 +453,7 @@ impl Planner<'_> {
                 self.push(
                     block,
                     match self.hardware.deterministic {
-                        true => Kernel::DecodePrompt,
+                        true => Kernel::AttendRows,
                         false => Kernel::Prefill,
                     },
                 );

@@ -35,7 +35,7 @@ pub(in crate::model) struct Sizes {
     pub(super) deterministic: bool,
 }
 
-/// Rows of a prompt that attend at the same time where each is computed as a single token: enough to keep a device busy.
+/// Rows for which a deterministic prompt has room in the split-KV workspace: enough to keep a device busy.
 const ROWS_AT_ONCE: usize = 64;
 
 /// Sizes of per-layer embeddings.

@@ -107,7 +107,7 @@ impl fmt::Display for Kernel {
             }
             Kernel::StoreKv => f.write_str("rope, store"),
             Kernel::Prefill => f.write_str("flash attention -> rows"),
-            Kernel::DecodePrompt => f.write_str("attention by single tokens -> rows"),
+            Kernel::AttendRows => f.write_str("attention by single tokens -> rows"),
             Kernel::GateUp { input, fused, gemm } => {
                 let glu = if *fused { ", GLU" } else { "" };
                 write!(f, "gate, up{glu} ({input}) -> f16: {gemm}")

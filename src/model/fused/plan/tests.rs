@@ -222,7 +222,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
             own(&[BlockOp::Convolve, BlockOp::DeltaRule, BlockOp::DeltaNorm])
         }
         Kernel::StoreKv => own(&[BlockOp::Heads]),
-        Kernel::Prefill | Kernel::DecodePrompt => own(&[BlockOp::Attend]),
+        Kernel::Prefill | Kernel::AttendRows => own(&[BlockOp::Attend]),
         Kernel::GateUp { .. } | Kernel::Activate | Kernel::Up { .. } | Kernel::Square
             if is_mixture(Half::Mlp) =>
         {
@@ -642,7 +642,7 @@ fn sums(step: &PlannedKernel) -> String {
     let kernel = format!("{:?}", step.kernel);
     // Kernels of attention differ by how they find their rows, and layouts change no sum.
     let name = match &step.kernel {
-        Kernel::Decode { .. } | Kernel::DecodeStored { .. } | Kernel::DecodePrompt => "attention",
+        Kernel::Decode { .. } | Kernel::DecodeStored { .. } | Kernel::AttendRows => "attention",
         _ => kernel.split([' ', '{']).next().unwrap(),
     };
     let fused = matches!(step.kernel, Kernel::GateUp { fused: true, .. });
