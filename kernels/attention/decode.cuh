@@ -64,7 +64,7 @@ struct OutputRow {
     u16* out;
     int sequence, width, groups;  // groups of 8 sequences; 0 if row-major
 
-    // Of row-major outputs.
+    // A row of row-major outputs.
     __device__ __forceinline__ OutputRow(u16* out, int sequence, int width) : out(out), sequence(sequence), width(width), groups(0) {}
     __device__ __forceinline__ OutputRow(const Arguments& a, int sequence, int width)
         : out(a.out), sequence(sequence), width(width), groups(a.fragment_major ? ceil_div(gridDim.y, GROUP_ROWS) : 0) {}

@@ -185,7 +185,7 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
         __syncthreads();
         load(i + STAGES);
     }
-    // What was requested beyond the last page is nothing, but the ring must be free.
+    // Partial results take the place of the ring.
     copy_async_wait<0>();
     __syncthreads();
 

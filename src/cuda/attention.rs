@@ -292,7 +292,7 @@ pub enum SplitKv {
     Splits(usize),
     /// Two halves, one for each CTA of a two-CTA cluster.
     Cluster,
-    /// As many as follow from the positions that a sequence sees, whatever others see: see [`SplitKv::fixed`]. The grid has this many.
+    /// Splits whose number follows from the positions that each sequence sees, at most this many: see [`SplitKv::fixed`].
     Fixed(usize),
 }
 

@@ -348,14 +348,15 @@ static void prefixes(const char *path, const char *scratch)
     NVFP4_LoadOptions options;
     NVFP4_Model *other = NULL;
     OK(NVFP4_load_options_init(&options, sizeof options));
-    CHECK(options.prefix_cache == 1 && options.reserved == 0 && options.prefix_bytes == 0);
+    CHECK(options.prefix_cache == 1 && options.deterministic == 0 && options.prefix_bytes == 0);
     options.prefix_cache = 2;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), &options, NULL, &other));
     SAYS("prefix_cache");
-    options.prefix_cache = 1, options.reserved = 1;
+    options.prefix_cache = 1, options.deterministic = 2;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), &options, NULL, &other));
-    SAYS("reserved is 1");
-    options.reserved = 0;
+    SAYS("deterministic");
+    /* It changes nothing on the CPU. */
+    options.deterministic = 1;
     /* Blocks that outlive their sessions, blocks that are shared only while these live, and none shared. */
     for (int how = 0; how < 3; how++) {
         options.prefix_cache = how < 2;

@@ -299,7 +299,7 @@ fn parts(
 
 #[cfg(test)]
 impl GemmPlan {
-    /// What decides the order of the sums of a row: each kernel, and the parts into which it divides K.
+    /// Each kernel and the number of parts into which it divides K: plans that agree in these add up a row in the same order.
     pub(crate) fn sums(&self) -> Vec<(String, u32)> {
         match &self.kernels {
             GemmKernels::Skinny(plan) => vec![(format!("{:?}", plan.tile), plan.split_k as u32)],

@@ -1,11 +1,11 @@
-//! What the choice of GEMM kernels depends on beside shapes.
+//! Properties of a device by which GEMM kernels are chosen.
 
 use super::limits::TILED;
 use super::tiles::{MOST_SPLIT_K, TileKernel, Tiles};
 use crate::base::Result;
 use crate::cuda::driver::{Attached, Gpu};
 
-/// What the choice of GEMM kernels depends on beside shapes: properties of a device, and whether rows depend on each other.
+/// Properties of a device by which GEMM kernels are chosen, and whether the choice may depend on the number of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hardware {
     /// Compute capability, major and minor.
@@ -36,7 +36,7 @@ impl Hardware {
         })
     }
 
-    /// The same device with deterministic plans. cuBLASLt chooses its kernels by the number of rows.
+    /// This device, with deterministic plans: without cuBLASLt, which chooses its kernels by the number of rows.
     pub fn deterministic(self) -> Hardware {
         Hardware {
             cublas: false,

@@ -49,7 +49,7 @@ struct DequantizeArguments {
     k: i32,
 }
 
-/// What the size of scratch memory depends on beside shapes.
+/// Properties of a device on which the size of scratch memory depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScratchDevice {
     /// Compute capability, major and minor.
@@ -73,7 +73,7 @@ impl ScratchDevice {
         }
     }
 
-    /// The same device with deterministic plans.
+    /// This device, with deterministic plans.
     pub fn deterministic(self) -> ScratchDevice {
         ScratchDevice {
             cublas: false,
@@ -132,7 +132,7 @@ impl LinearScratch {
         })
     }
 
-    /// What the choice of kernels for products in this scratch depends on beside shapes.
+    /// The properties by which kernels for products in this scratch are chosen.
     pub(super) fn hardware(&self, gpu: &Gpu) -> Result<Hardware> {
         let hardware = Hardware::of(gpu)?;
         Ok(match self.deterministic {

@@ -148,7 +148,7 @@ impl Sizes {
         }
     }
 
-    /// What the size of scratch memory for products depends on beside shapes.
+    /// The device for which scratch memory is sized: `device`, with deterministic plans if the model is deterministic.
     pub(super) fn scratch_device(&self, device: ScratchDevice) -> ScratchDevice {
         match self.deterministic {
             true => device.deterministic(),
