@@ -4,10 +4,11 @@
 use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::error::{Result, bail};
+use super::sync::atomic::{AtomicBool, Ordering};
+use super::sync::{Instant, thread_local};
 
 /// The longest time without a progress report. Long loops check more often.
 const TELL_EVERY: Duration = Duration::from_millis(20);

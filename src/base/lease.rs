@@ -3,11 +3,12 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::error::{Result, bail};
 use super::fork;
+use super::sync::{Condvar, Mutex, MutexGuard};
 use super::turns::this_thread;
 
 /// Interval at which a waiting caller checks whether to give up.

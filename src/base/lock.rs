@@ -1,6 +1,8 @@
 //! Locks whose data stays valid when a thread panics while it holds them.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
+
+use super::sync::{Mutex, MutexGuard};
 
 /// Locks a mutex, poisoned or not.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

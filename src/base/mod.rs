@@ -22,6 +22,7 @@ pub mod ready_fd;
 mod region;
 pub mod sealed;
 pub mod size;
+pub mod sync;
 pub mod threads;
 pub mod turns;
 

@@ -2,11 +2,12 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use super::error::{Error, Result, bail, err};
 use super::fork;
+use super::sync::{Condvar, Instant, Mutex, MutexGuard, thread_local};
 
 /// Time that a thread may keep coming back before it queues behind waiting ones. Changing threads costs more than continuing.
 const SLICE: Duration = Duration::from_millis(20);

@@ -1,11 +1,11 @@
 //! Weights that a trainer changes: passes over them, and its steps, wait for each other.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::lease::{Change, Held, Lease};
+use crate::base::sync::atomic::{AtomicU64, Ordering};
 
 /// The lease on the weights of a model that is trained.
 pub(super) struct Leased {

@@ -5,9 +5,8 @@
 //! [`Served::generates`](super::Served::generates).
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use super::leased::Leased;
 use super::pass::{NewTokens, Request, Tally, pass};
@@ -15,6 +14,8 @@ use super::schedule::{Turn, Waiting, plan};
 use super::times::PassTimes;
 use crate::base::error::{Error, err};
 use crate::base::lease::Held;
+use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::base::turns::{Waiter, reentered, this_thread};
 use crate::base::{Result, call, fork};
 use crate::model::{Batch, Model, Output, Scratch};

@@ -1,11 +1,12 @@
 //! Forks of a session while it generates. Each token is passed on between two steps, when the session stands still: other threads fork it
 //! then, or have it forked at the end of the step that runs. Knows of a session only that it can be forked.
 
-use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use crate::base::error::bail;
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::base::{Result, call, fork};
 
 /// Interval at which a caller that waits for a fork checks whether its call is over.
@@ -29,10 +30,10 @@ pub struct Forks<S> {
 struct State<S> {
     /// The generation that runs.
     generation: Option<Generation<S>>,
-    /// Callers that wait for a fork.
-    asked: usize,
-    /// Forks for them.
-    made: VecDeque<Result<S>>,
+    /// Callers that wait for a fork, in the order of arrival, and the fork of each once it is made. Who comes later gets none of these: they
+    /// are older than its call.
+    asked: BTreeMap<u64, Option<Result<S>>>,
+    last_ticket: u64,
 }
 
 struct Generation<S> {
@@ -76,8 +77,8 @@ impl<S> Default for Forks<S> {
         Forks {
             state: Mutex::new(State {
                 generation: None,
-                asked: 0,
-                made: VecDeque::new(),
+                asked: BTreeMap::new(),
+                last_ticket: 0,
             }),
             changed: Condvar::new(),
         }
@@ -102,10 +103,12 @@ impl<S: Forked> Forks<S> {
             // SAFETY: the generation takes it back under the lock that this holds.
             return unsafe { &*lent.0 }.fork().map(Some);
         }
-        state.asked += 1;
+        state.last_ticket += 1;
+        let ticket = state.last_ticket;
+        state.asked.insert(ticket, None);
         let until = Instant::now() + PATIENCE;
         let made = loop {
-            if let Some(made) = state.made.pop_front() {
+            if let Some(made) = state.asked.get_mut(&ticket).and_then(Option::take) {
                 break made.map(Some);
             }
             match state.generation().map(|own| own.busy_with) {
@@ -125,12 +128,10 @@ impl<S: Forked> Forks<S> {
                 break Err(e);
             }
         };
-        state.asked -= 1;
-        // A fork for a caller that gave up is nobody's.
-        let surplus = state.made.len().saturating_sub(state.asked);
-        let surplus: Vec<_> = state.made.drain(..surplus).collect();
+        // A caller that gives up may have a fork.
+        let unused = state.asked.remove(&ticket);
         drop(state);
-        drop(surplus);
+        drop(unused);
         made
     }
 
@@ -147,8 +148,8 @@ impl<S: Forked> Forks<S> {
     /// Forks the session for those who wait, and lets others fork it until the result is dropped. A step follows.
     pub(super) fn stand<'a>(&'a self, session: &'a S) -> Standing<'a, S> {
         let mut state = self.state();
-        while state.made.len() < state.asked {
-            state.made.push_back(session.fork());
+        for made in state.asked.values_mut().filter(|made| made.is_none()) {
+            *made = Some(session.fork());
             self.changed.notify_all();
         }
         if let Some(own) = &mut state.generation {
@@ -177,4 +178,41 @@ impl<S> State<S> {
 
 fn busy<T>(why: std::fmt::Arguments<'_>) -> Result<T> {
     bail!(Busy, "the session {why}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    struct Step(u32);
+
+    impl Forked for Step {
+        fn fork(&self) -> Result<Step> {
+            Ok(Step(self.0))
+        }
+    }
+
+    /// A caller that is slow to take its fork leaves it to nobody: it is older than the calls that come after it.
+    #[test]
+    fn a_fork_is_no_older_than_the_call() {
+        let forks: Arc<Forks<Step>> = Arc::default();
+        let generates = forks.begin();
+        forks.state().asked.insert(0, None);
+        drop(forks.stand(&Step(1)));
+        let forked = thread::scope(|scope| {
+            let asks = scope.spawn(|| forks.fork().unwrap().unwrap().0);
+            while forks.state().asked.len() < 2 {
+                assert!(!asks.is_finished(), "took the fork of another caller");
+                thread::yield_now();
+            }
+            drop(forks.stand(&Step(2)));
+            asks.join().unwrap()
+        });
+        assert_eq!(forked, 2);
+        let left = forks.state().asked.remove(&0).flatten();
+        assert_eq!(left.unwrap().unwrap().0, 1);
+        drop(generates);
+        assert!(forks.fork().unwrap().is_none());
+    }
 }

@@ -7,13 +7,14 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::ops::ControlFlow;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError, Weak};
+use std::time::Duration;
 
 use super::{Finish, Part, Piece};
 use crate::base::call::{self, Cancel, Watch};
 use crate::base::error::bail;
 use crate::base::ready_fd::ReadyFd;
+use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::base::{ErrorKind, Result, fork, memory, panics, threads};
 
 /// Interval at which submissions that wait are looked at: whether they are cancelled, or their deadlines have passed.
