@@ -296,6 +296,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_release(queue: *mut NVFP4_Queue) -> 
 /// As the header says of the pointers.
 unsafe fn submit(
     function: &'static str,
+    is_chat: bool,
     queue: *const NVFP4_Queue,
     handle: *mut NVFP4_Session,
     generate: *const NVFP4_GenerateOptions,
@@ -332,8 +333,8 @@ unsafe fn submit(
     }
     // SAFETY: as above.
     let options = unsafe { generate.read() }?;
-    options.sampling.check()?;
     let queue = get(queue)?;
+    options.check(&queue.model, is_chat)?;
     let session = handle::get::<Session>("session", handle)?;
     let reserved = session.reserve()?;
     if !Arc::ptr_eq(reserved.value("session")?.session.model(), &queue.model) {
@@ -341,9 +342,6 @@ unsafe fn submit(
             InvalidArgument,
             "the session is of another model than the queue"
         );
-    }
-    if let Some(grammar) = &options.grammar {
-        queue.model.check_grammar(grammar)?;
     }
     let work = move |on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>| {
         attempted(function, || {
@@ -393,6 +391,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_generate(
             let tokens = tokens_in(slice("tokens", tokens, count)?)?;
             self::submit(
                 "NVFP4_queue_generate",
+                false,
                 queue,
                 session,
                 options,
@@ -425,6 +424,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_chat(
             let chat = NVFP4_ChatOptions::read(chat)?;
             self::submit(
                 "NVFP4_queue_chat",
+                true,
                 queue,
                 session,
                 options,
@@ -457,6 +457,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_chat_messages(
             let chat = NVFP4_ChatOptions::read(chat)?;
             self::submit(
                 "NVFP4_queue_chat_messages",
+                true,
                 queue,
                 session,
                 options,

@@ -4,6 +4,13 @@
 //! alive. Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. Its
 //! length, memory and messages can be read at any time; during a call they are those from before the call. A call that
 //! fails leaves the session unchanged.
+//!
+//! LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
+//! `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
+//! defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
+//! stand at the end are excluded; the grammar excludes what does not fit. Then come `repetition_penalty`, `temperature`, `top_k`, `top_p` and
+//! `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this. On a GPU each
+//! choice copies its logits to the host if any of the first four is set, and a generation with any of these drafts nothing.
 
 use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
@@ -28,8 +35,8 @@ use crate::base::memory::copied;
 use crate::base::{Error, ErrorKind, call};
 use crate::engine::Served;
 use crate::session::{
-    self, Eviction, Finish, Forks, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
-    SamplingOptions, SessionOptions, Submitted, ToolCalls,
+    self, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments, MOST_DRAFTS,
+    Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted, ToolCalls,
 };
 use crate::text::{Grammar, Message, ToolCall, messages_to_json};
 use serde_json::Value;
@@ -257,12 +264,29 @@ pub struct NVFP4_GenerateOptions {
     pub tool_calls: i32,
     /// Must be 0.
     pub reserved: i32,
+    /// Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0.
+    pub presence_penalty: f32,
+    /// Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+    pub frequency_penalty: f32,
+    /// Tokens whose logits get a bias; several biases of one token add up. Default: NULL.
+    pub logit_bias_tokens: *const i32,
+    /// The bias of each of `logit_bias_tokens`: a finite number, which is added to the logit, or minus infinity, which excludes the token.
+    pub logit_biases: *const f32,
+    /// Elements of `logit_bias_tokens` and of `logit_biases`.
+    pub logit_bias_count: usize,
+    /// Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is
+    /// excluded. Default: NULL.
+    pub bad_words: *const *const i32,
+    /// Tokens of each of `bad_words`, at least 1.
+    pub bad_word_lengths: *const usize,
+    /// Elements of `bad_words` and of `bad_word_lengths`.
+    pub bad_word_count: usize,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerateOptions {
     const NAME: &'static str = "NVFP4_GenerateOptions";
-    const EARLIER: &'static [usize] = &[104];
+    const EARLIER: &'static [usize] = &[104, 120];
     fn defaults() -> Self {
         let defaults = GenerateOptions::default();
         NVFP4_GenerateOptions {
@@ -287,6 +311,14 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             grammar: std::ptr::null(),
             tool_calls: NVFP4_TOOL_CALLS_FREE,
             reserved: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias_tokens: std::ptr::null(),
+            logit_biases: std::ptr::null(),
+            logit_bias_count: 0,
+            bad_words: std::ptr::null(),
+            bad_word_lengths: std::ptr::null(),
+            bad_word_count: 0,
         }
     }
 }
@@ -317,6 +349,8 @@ impl NVFP4_GenerateOptions {
         Ok(GenerateOptions {
             max_tokens: self.max_tokens,
             sampling: self.sampling()?,
+            // SAFETY: as above.
+            adjustments: unsafe { self.adjustments() }?,
             stop_tokens: tokens_in(stop_tokens).map_err(|e| e.within("stop_tokens"))?,
             stop_strings,
             ignore_model_stops: flag("ignore_model_stops", self.ignore_model_stops)?,
@@ -356,6 +390,35 @@ impl NVFP4_GenerateOptions {
             );
         }
         Ok(())
+    }
+
+    /// # Safety
+    /// The arrays must be readable.
+    unsafe fn adjustments(&self) -> Result<LogitAdjustments> {
+        // SAFETY: promised by the caller.
+        let (tokens, biases, words, lengths) = unsafe {
+            let (count, words) = (self.logit_bias_count, self.bad_word_count);
+            (
+                slice("logit_bias_tokens", self.logit_bias_tokens, count)?,
+                slice("logit_biases", self.logit_biases, count)?,
+                slice("bad_words", self.bad_words, words)?,
+                slice("bad_word_lengths", self.bad_word_lengths, words)?,
+            )
+        };
+        let tokens = tokens_in(tokens).map_err(|e| e.within("logit_bias_tokens"))?;
+        let words = words.iter().zip(lengths).enumerate();
+        Ok(LogitAdjustments {
+            bias: tokens.into_iter().zip(biases.iter().copied()).collect(),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            bad_words: words
+                .map(|(i, (&word, &length))| {
+                    // SAFETY: as above.
+                    let word = unsafe { slice("its tokens", word, length) }.and_then(tokens_in);
+                    word.map_err(|e| e.within(format_args!("bad_words[{i}]")))
+                })
+                .collect::<Result<_>>()?,
+        })
     }
 
     fn sampling(&self) -> Result<SamplingOptions> {
@@ -755,9 +818,11 @@ pub unsafe extern "C-unwind" fn NVFP4_session_sample(
         let (out, options) = unsafe { (Out::new("token", token)?, self::options(options)?) };
         options.check_no_grammar("NVFP4_session_sample()")?;
         let sampler = Sampler::new(&options.sampling()?)?;
+        // SAFETY: as above.
+        let adjustments = unsafe { options.adjustments() }?;
         let sample = |state: &mut State| {
             let mut sampler = sampler.after(state.session.appended());
-            token_out(state.session.sample(&mut sampler)?)
+            token_out(state.session.sample_adjusted(&mut sampler, &adjustments)?)
         };
         // SAFETY: as above.
         out.set(unsafe { with_call(session, options.call, sample) }?);
@@ -1132,7 +1197,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step(
 /// sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
 ///
 /// - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
-///   session or for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of
+///   session or for all, takes the argmax. Logits that biases or bad words change are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
 ///   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
 ///   with the status #NVFP4_CANCELLED; its progress callback is not called.
 /// - `call`, `statuses`: as for NVFP4_session_step().
@@ -1158,7 +1223,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
             // SAFETY: as above.
             false => unsafe { slice("options", options, count) }?.to_vec(),
         };
-        let sampling = each
+        let each = each
             .iter()
             .enumerate()
             .map(|(i, &options)| {
@@ -1166,24 +1231,26 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
                 let read = || unsafe {
                     let options = self::options(options)?;
                     options.check_no_grammar("a step")?;
-                    let sampling = options.sampling()?;
-                    sampling.check()?;
-                    Ok((sampling, Cancellation::read(options.call)?))
+                    Ok(StepArguments {
+                        sampling: options.sampling()?,
+                        adjustments: options.adjustments()?,
+                        cancellation: Cancellation::read(options.call)?,
+                    })
                 };
                 read().map_err(|e: Error| e.within(format_args!("options[{i}]")))
             })
-            .collect::<Result<Vec<(SamplingOptions, Cancellation)>>>()?;
+            .collect::<Result<Vec<StepArguments>>>()?;
         let goes_on = |i: usize| {
-            if sampling[i].1.is_set() {
+            if each[i].cancellation.is_set() {
                 bail!(Cancelled, "options[{i}]: cancelled");
             }
             Ok(())
         };
         let run = |sessions: &mut [&mut session::Session], tokens: &[u32], places: &[usize]| {
-            let sampling: Vec<_> = places.iter().map(|&i| &sampling[i].0).collect();
+            let choices: Vec<_> = places.iter().map(|&i| each[i].choice()).collect();
             // SAFETY: as above.
             unsafe { Cancellation::read(call) }?
-                .watch(|| session::step_choose(sessions, tokens, &sampling, true))
+                .watch(|| session::step_choose_with(sessions, tokens, &choices, true))
         };
         // SAFETY: as above.
         let Some((chosen, places)) = unsafe { step.run(goes_on, run) }? else {
@@ -1196,6 +1263,22 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
         }
         Ok(())
     })
+}
+
+/// The options of one session in a step.
+struct StepArguments {
+    sampling: SamplingOptions,
+    adjustments: LogitAdjustments,
+    cancellation: Cancellation,
+}
+
+impl StepArguments {
+    fn choice(&self) -> StepChoice<'_> {
+        StepChoice {
+            sampling: &self.sampling,
+            adjustments: &self.adjustments,
+        }
+    }
 }
 
 /// The arguments of a step of several sessions.

@@ -2,17 +2,23 @@
 
 use std::sync::Arc;
 
+use super::adjustments::Adjuster;
 use super::next::Next;
-use super::{SamplingOptions, Session};
+use super::{LogitAdjustments, SamplingOptions, Session};
 use crate::base::error::bail;
 use crate::base::{Error, Result};
+use crate::cpu::Cpu;
 use crate::engine::NewTokens;
 use crate::model::{Choice, Output, Wanted};
+use crate::ops::{Device, sample};
 
 /// Appends `tokens[i]` to `sessions[i]` and runs all sessions in one pass over the weights. If the pass fails, every session is as it was
 /// before. Cancelled with the thread's [`call`](crate::base::call).
 pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
-    let (rows, logits) = stepped(sessions, tokens, None, false)?;
+    let on_device = vec![None; tokens.len()];
+    let done = |_: &[&mut Session], rows, logits| Ok((rows, logits));
+    let (rows, logits): (Vec<Output>, Vec<f32>) =
+        stepped(sessions, tokens, &on_device, false, done)?;
     for (session, row) in sessions.iter_mut().zip(rows) {
         let vocabulary = session.model.spec().vocab_size;
         if let Output::Logits(rows) = row {
@@ -23,6 +29,15 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     Ok(())
 }
 
+/// How a step chooses the next token of a session.
+#[derive(Clone, Copy, Debug)]
+pub struct StepChoice<'a> {
+    /// Sampling settings.
+    pub sampling: &'a SamplingOptions,
+    /// Changes of the logits before the choice, without penalties that count the tokens of a generation.
+    pub adjustments: &'a LogitAdjustments,
+}
+
 /// Like [`step`], and returns each session's next token, chosen by `options[i]` as a generation would choose it, without appending it. On a
 /// GPU the logits stay on the device; with `look_ahead` the device starts to run those tokens before the next call asks for it.
 pub fn step_choose(
@@ -31,42 +46,135 @@ pub fn step_choose(
     options: &[&SamplingOptions],
     look_ahead: bool,
 ) -> Result<Vec<u32>> {
-    if options.len() != sessions.len() {
+    let adjustments = &LogitAdjustments::default();
+    let choices: Vec<_> = options
+        .iter()
+        .map(|sampling| StepChoice {
+            sampling,
+            adjustments,
+        })
+        .collect();
+    step_choose_with(sessions, tokens, &choices, look_ahead)
+}
+
+/// As [`step_choose`], from adjusted logits. Logits that are adjusted are copied to the host, those of the other sessions are not.
+pub fn step_choose_with(
+    sessions: &mut [&mut Session],
+    tokens: &[u32],
+    choices: &[StepChoice<'_>],
+    look_ahead: bool,
+) -> Result<Vec<u32>> {
+    if choices.len() != sessions.len() {
         bail!(
             InvalidArgument,
             "{} sampling options for {} sessions; each session takes one",
-            options.len(),
+            choices.len(),
             sessions.len()
         );
     }
-    for (i, options) in options.iter().enumerate() {
-        options
-            .check()
-            .map_err(|e| e.within(format_args!("session {i}")))?;
+    for (i, (choice, session)) in choices.iter().zip(&*sessions).enumerate() {
+        choice
+            .check(session.model.spec().vocab_size)
+            .map_err(|e| numbered(i, e))?;
     }
-    let each = options.iter().zip(&*sessions);
-    let options: Vec<SamplingOptions> = each.map(|(o, s)| o.seeded_by(s.seed)).collect();
-    let (outputs, _) = stepped(sessions, tokens, Some(&options), look_ahead)?;
-    let tokens = outputs.into_iter().map(|output| match output {
-        Output::Token(token) => Ok(token),
-        other => bail!(Internal, "{other:?} in the place of a token"),
-    });
-    let next: Vec<u32> = tokens.collect::<Result<_>>()?;
-    for ((session, options), &token) in sessions.iter_mut().zip(&options).zip(&next) {
-        if options.is_greedy() {
-            session.next.set_argmax(token);
+    let each = choices.iter().zip(&*sessions);
+    let options: Vec<_> = each
+        .map(|(choice, session)| choice.sampling.seeded_by(session.seed))
+        .collect();
+    let adjusters: Vec<_> = choices
+        .iter()
+        .map(|choice| Adjuster::new(choice.adjustments))
+        .collect();
+    let on_device: Vec<_> = options
+        .iter()
+        .zip(&adjusters)
+        .map(|(options, adjuster)| adjuster.is_none().then_some(options))
+        .collect();
+    let next = stepped(
+        sessions,
+        tokens,
+        &on_device,
+        look_ahead,
+        |sessions, outputs, logits| {
+            let on_host = OnHost {
+                options: &options,
+                adjusters: &adjusters,
+            };
+            on_host.choose(sessions, outputs, logits)
+        },
+    )?;
+    for (i, session) in sessions.iter_mut().enumerate() {
+        if adjusters[i].is_none() && options[i].is_greedy() {
+            session.next.set_argmax(next[i]);
         }
     }
     Ok(next)
 }
 
-/// Appends a token to each session and runs it, with any pending tokens before it. Returns the logits, or with `options` the next tokens.
-fn stepped(
+/// The choices of a step that are made from logits in host memory.
+struct OnHost<'a> {
+    /// Sampling settings of each session.
+    options: &'a [SamplingOptions],
+    /// Adjusters of the sessions whose logits are in host memory.
+    adjusters: &'a [Option<Adjuster<'a>>],
+}
+
+impl OnHost<'_> {
+    /// The next token of each session: that of its output, or one chosen from its logits, which are all of `logits`.
+    fn choose(
+        &self,
+        sessions: &[&mut Session],
+        outputs: Vec<Output>,
+        mut logits: Vec<f32>,
+    ) -> Result<Vec<u32>> {
+        let (mut next, mut places) = (Vec::new(), Vec::new());
+        for (i, output) in outputs.into_iter().enumerate() {
+            match (output, &self.adjusters[i]) {
+                (Output::Token(token), None) => next.push(token),
+                (Output::Logits(rows), Some(adjuster)) => {
+                    let vocabulary = sessions[i].model.spec().vocab_size;
+                    let row = &mut logits[rows.start * vocabulary..rows.end * vocabulary];
+                    adjuster.adjust(row, &sessions[i].tokens);
+                    places.push(i);
+                    next.push(0);
+                }
+                (other, _) => bail!(Internal, "{other:?} in the place of a token"),
+            }
+        }
+        let choices: Vec<_> = places
+            .iter()
+            .map(|&i| Choice {
+                options: &self.options[i],
+                draw: sessions[i].appended() as u64,
+                history: &sessions[i].tokens,
+                allowed: None,
+            })
+            .collect();
+        let Some(&first) = places.first() else {
+            return Ok(next);
+        };
+        // A GPU has no threads of the host.
+        let cpu = match sessions[first].model.device() {
+            Device::Cpu(cpu) => cpu.clone(),
+            Device::Cuda(_) => Cpu::new(Some(1))?,
+        };
+        let chosen = sample::sample_rows(&logits, &choices, &cpu, &mut Vec::new());
+        for (i, token) in places.into_iter().zip(chosen) {
+            next[i] = token.map_err(|e| numbered(i, e))?;
+        }
+        Ok(next)
+    }
+}
+
+/// Appends a token to each session and runs it, with any pending tokens before it. Returns what `finish` makes of the next tokens of those
+/// with `options`, and the logits of the others. If it fails, every session is as it was before.
+fn stepped<T: Default>(
     sessions: &mut [&mut Session],
     tokens: &[u32],
-    options: Option<&[SamplingOptions]>,
+    options: &[Option<&SamplingOptions>],
     look_ahead: bool,
-) -> Result<(Vec<Output>, Vec<f32>)> {
+    finish: impl FnOnce(&[&mut Session], Vec<Output>, Vec<f32>) -> Result<T>,
+) -> Result<T> {
     if sessions.len() != tokens.len() {
         bail!(
             InvalidArgument,
@@ -76,7 +184,7 @@ fn stepped(
         );
     }
     let Some((first, rest)) = sessions.split_first() else {
-        return Ok((Vec::new(), Vec::new()));
+        return Ok(T::default());
     };
     if let Some(i) = rest
         .iter()
@@ -94,7 +202,8 @@ fn stepped(
         .iter()
         .map(|s| Ok((s.len(), (!s.fits(1)).then(|| s.saved()).transpose()?)))
         .collect::<Result<_>>()?;
-    let result = run(sessions, tokens, options, look_ahead);
+    let result = run(sessions, tokens, options, look_ahead)
+        .and_then(|(outputs, logits)| finish(sessions, outputs, logits));
     if result.is_err() {
         for (session, (len, saved)) in sessions.iter_mut().zip(saved) {
             match saved {
@@ -109,11 +218,10 @@ fn stepped(
 fn run(
     sessions: &mut [&mut Session],
     tokens: &[u32],
-    options: Option<&[SamplingOptions]>,
+    options: &[Option<&SamplingOptions>],
     look_ahead: bool,
 ) -> Result<(Vec<Output>, Vec<f32>)> {
     let model = sessions[0].model.clone();
-    let numbered = |i: usize, e: Error| e.within(format_args!("session {i}"));
     for (i, (session, &token)) in sessions.iter_mut().zip(tokens).enumerate() {
         session.make_room(1).map_err(|e| numbered(i, e))?;
         session.push(&[token]);
@@ -131,10 +239,10 @@ fn run(
         NewTokens {
             tokens: &history[session.cache.len()..],
             sequence: &mut session.cache,
-            wanted: match options {
+            wanted: match options[i] {
                 None => Wanted::Last,
                 Some(options) => Wanted::Token(Choice {
-                    options: &options[i],
+                    options,
                     draw: appended,
                     history,
                     allowed: None,
@@ -150,4 +258,18 @@ fn run(
         .enumerate()
         .map(|(i, output)| output.map_err(|fault| if alone { fault } else { numbered(i, fault) }));
     Ok((outputs.collect::<Result<_>>()?, logits))
+}
+
+/// The error of session `i` of a batch.
+fn numbered(i: usize, e: Error) -> Error {
+    e.within(format_args!("session {i}"))
+}
+
+impl StepChoice<'_> {
+    /// Fails for settings that describe no choice from a vocabulary of `vocabulary` tokens, or no choice in a step.
+    pub fn check(&self, vocabulary: usize) -> Result<()> {
+        self.sampling.check()?;
+        self.adjustments.check(vocabulary)?;
+        self.adjustments.check_without_counts("a step")
+    }
 }

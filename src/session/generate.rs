@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::adjustments::Adjuster;
 use super::answer::Answer;
 use super::constraint::{Constraint, Next};
 use super::drafts::{DraftCounts, Drafts};
-use super::options::{Finish, GenerateOptions, ToolCalls};
+use super::options::{Finish, GenerateOptions};
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, call, memory};
@@ -117,7 +118,7 @@ impl Session {
         self.or_cancelled(options, |session| {
             session.model.check_tokens(prompt)?;
             session.follow_drafts(options)?;
-            session.check_held(options, false)?;
+            options.check(&session.model, false)?;
             session.undone_on_error(|session| {
                 let model = session.model.clone();
                 let _generating = model.generates(&session.cache);
@@ -155,29 +156,6 @@ impl Session {
         }
     }
 
-    /// Refuses a grammar of another model, and options that exclude each other.
-    pub(super) fn check_held(&self, options: &GenerateOptions, is_chat: bool) -> Result<()> {
-        if let Some(grammar) = &options.grammar {
-            self.model.check_grammar(grammar)?;
-        }
-        if options.tool_calls == ToolCalls::Free {
-            return Ok(());
-        }
-        if !is_chat {
-            bail!(
-                InvalidArgument,
-                "tool calls can be held in a chat, which offers tools, and not in other generations"
-            );
-        }
-        if options.grammar.is_some() {
-            bail!(
-                InvalidArgument,
-                "a generation holds either its tool calls or all of its text, to a grammar; choose one"
-            );
-        }
-        Ok(())
-    }
-
     /// The generation loop, of a session that [generates](crate::engine::Served::generates). Its tokens continue `text`, and also `answer` in a
     /// chat. They are `held` to a grammar, if there is one.
     pub(super) fn generate_text(
@@ -204,6 +182,7 @@ impl Session {
         }
         let mut replayed = Vec::new();
         let mut drafts = self.drafts_of(options);
+        let mut adjuster = Adjuster::new(&options.adjustments);
         let mut broke = false;
         let mut first = None;
         // Tokens that are appended instead of sampled ones: those that end the reasoning early, and those that a grammar forces.
@@ -246,6 +225,7 @@ impl Session {
                         &mut sampler,
                         options,
                         left,
+                        adjuster.as_mut(),
                         mask,
                         &mut drafts,
                         &mut replayed,
@@ -291,6 +271,9 @@ impl Session {
             memory::make_room(&mut out.tokens, 1)?;
             if let Some(held) = &mut held {
                 held.push(token)?;
+            }
+            if let Some(adjuster) = &mut adjuster {
+                adjuster.push(token);
             }
             self.push(&[token]);
             out.tokens.push(token);
@@ -342,17 +325,19 @@ impl Session {
         Ok(out)
     }
 
-    /// The next token of at most `left`, one that `mask` allows, with its log-probability if requested.
+    /// The next token of at most `left`, from adjusted logits, one that `mask` allows, with its log-probability if requested.
     fn chosen(
         &mut self,
         sampler: &mut Sampler,
         options: &GenerateOptions,
         left: usize,
+        adjuster: Option<&mut Adjuster<'_>>,
         mask: Option<TokenMask<'_>>,
         drafts: &mut Drafts,
         replayed: &mut Vec<f32>,
     ) -> Result<(u32, Option<f32>)> {
-        if !options.replay && !options.log_probabilities && mask.is_none() {
+        let is_plain = mask.is_none() && adjuster.is_none();
+        if is_plain && !options.replay && !options.log_probabilities {
             if let Some(token) = self.next_by_drafts(sampler, drafts, left)? {
                 return Ok((token, None));
             }
@@ -373,7 +358,11 @@ impl Session {
                 self.flushed()?
             }
         };
-        let token = sampler.sample_within(logits, &self.tokens, mask)?;
+        let adjusted = match adjuster {
+            Some(adjuster) => adjuster.adjusted(logits, &self.tokens)?,
+            None => logits,
+        };
+        let token = sampler.sample_within(adjusted, &self.tokens, mask)?;
         let wanted = options.log_probabilities;
         Ok((token, wanted.then(|| log_probability(logits, token))))
     }

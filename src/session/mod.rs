@@ -4,6 +4,7 @@
 //! On the CPU a token's logits have the same bits alone, in a batch and in a prompt. On a GPU the same calls give the same bits, and other
 //! calls may differ by rounding. See [`Model::run`](crate::model::Model::run).
 
+mod adjustments;
 mod answer;
 mod batch;
 mod chat;
@@ -30,8 +31,9 @@ use crate::engine::{NewTokens, Sequence, Served};
 use crate::model::{KvType, Logits, Output, Scratch, Wanted};
 
 pub use crate::model::SamplingOptions;
+pub use adjustments::LogitAdjustments;
 pub use answer::Part;
-pub use batch::{step, step_choose};
+pub use batch::{StepChoice, step, step_choose, step_choose_with};
 pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
@@ -44,6 +46,7 @@ pub use queue::{
 pub use sampler::Sampler;
 pub use transcript::Transcript;
 
+use adjustments::Adjuster;
 use conversation::{Conversation, Plan};
 use next::Next;
 use pace::Pace;
@@ -225,6 +228,22 @@ impl Session {
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
         self.flush()?;
         sampler.sample(self.flushed()?, &self.tokens)
+    }
+
+    /// As [`sample`](Self::sample), from adjusted logits. Fails for penalties that count the tokens of a generation.
+    pub fn sample_adjusted(
+        &mut self,
+        sampler: &mut Sampler,
+        adjustments: &LogitAdjustments,
+    ) -> Result<u32> {
+        adjustments.check(self.model.spec().vocab_size)?;
+        adjustments.check_without_counts("a choice without a generation")?;
+        let Some(mut adjuster) = Adjuster::new(adjustments) else {
+            return self.sample(sampler);
+        };
+        self.flush()?;
+        let logits = adjuster.adjusted(self.flushed()?, &self.tokens)?;
+        sampler.sample(logits, &self.tokens)
     }
 
     /// Drops the tokens from `len` on. The conversation is truncated to match: it ends within the answer that contains `len`, or with the

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use crate::base::call;
+use super::LogitAdjustments;
+use crate::base::error::bail;
+use crate::base::{Result, call};
 use crate::engine::Served;
 use crate::model::SamplingOptions;
 use crate::text::Grammar;
@@ -29,6 +31,9 @@ pub struct GenerateOptions {
     pub max_tokens: usize,
     /// Sampling settings.
     pub sampling: SamplingOptions,
+    /// Changes of the logits before each choice. A generation with any drafts nothing. On a GPU its logits are copied to the host for each
+    /// choice.
+    pub adjustments: LogitAdjustments,
     /// Tokens that end the text, besides the model's own. The token that ends it is not part of the sequence.
     pub stop_tokens: Vec<u32>,
     /// Strings that end the text, and are not part of it. Their tokens stay in the sequence. A generated special token gives no text, but
@@ -66,6 +71,7 @@ impl Default for GenerateOptions {
         GenerateOptions {
             max_tokens: usize::MAX,
             sampling: SamplingOptions::default(),
+            adjustments: LogitAdjustments::default(),
             stop_tokens: Vec::new(),
             stop_strings: Vec::new(),
             ignore_model_stops: false,
@@ -80,8 +86,39 @@ impl Default for GenerateOptions {
 
 impl GenerateOptions {
     /// Whether a grammar decides on tokens.
-    pub(super) fn is_held(&self) -> bool {
+    fn is_held(&self) -> bool {
         self.grammar.is_some() || self.tool_calls != ToolCalls::Free
+    }
+
+    /// Whether the host needs the logits of each choice.
+    pub(super) fn needs_logits(&self) -> bool {
+        self.replay || self.log_probabilities || self.is_held() || !self.adjustments.is_none()
+    }
+
+    /// Checks them for a generation of `model`, or with `is_chat` for a chat turn: refuses a grammar of another model, tokens that the
+    /// model does not have, and options that exclude each other.
+    pub fn check(&self, model: &Served, is_chat: bool) -> Result<()> {
+        self.sampling.check()?;
+        self.adjustments.check(model.spec().vocab_size)?;
+        if let Some(grammar) = &self.grammar {
+            model.check_grammar(grammar)?;
+        }
+        if self.tool_calls == ToolCalls::Free {
+            return Ok(());
+        }
+        if !is_chat {
+            bail!(
+                InvalidArgument,
+                "tool calls can be held in a chat, which offers tools, and not in other generations"
+            );
+        }
+        if self.grammar.is_some() {
+            bail!(
+                InvalidArgument,
+                "a generation holds either its tool calls or all of its text, to a grammar; choose one"
+            );
+        }
+        Ok(())
     }
 
     /// The defaults, with the sampling settings recommended by the model's maker.

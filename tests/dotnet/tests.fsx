@@ -68,6 +68,11 @@ test "pipes of models and conversations" (fun () ->
     // Texts of a form.
     use form = model |> Grammar.choices [ "語😀"; "好語" ]
     same "好語" ("" |> Chat.askWith (Generate.defaults () |> Generate.grammar form) chat)
+    // Adjusted logits.
+    let hao, yu = (Model.encode model "好").[0], (Model.encode model "語").[0]
+    let adjusted = few |> Generate.logitBias [ yu, 1e6f ] |> Generate.badWords [ [ yu; yu ] ] |> Generate.presencePenalty 0.5f
+    let other = "" |> Chat.askWith (adjusted |> Generate.frequencyPenalty 0.5f) chat
+    if not (other.StartsWith "語") || other.Contains "語語" then failwithf "adjusted to %s" other
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""

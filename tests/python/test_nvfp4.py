@@ -14,6 +14,7 @@ import gc
 import gzip
 import importlib.util
 import json
+import math
 import os
 import pickle
 import pty
@@ -214,7 +215,7 @@ class Types(unittest.TestCase):
     # Options of other names than their structs.
     NAMES = {"GenerateOptions": "GenerationOptions", "StepOptions": "OptimizerStepOptions", "ChatOptions": "TurnOptions"}
     # Options beside the fields of a struct.
-    MORE = {"GenerateOptions": {"stop"}, "ChatOptions": {"think"}}
+    MORE = {"GenerateOptions": {"stop", "logit_bias"}, "ChatOptions": {"think"}}
     # Fields that are no option by themselves, or are one by another name, or have a parameter of their own.
     OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system", "container", "calibrate", "user"}
 
@@ -223,7 +224,7 @@ class Types(unittest.TestCase):
 
     def test_options(self):
         for struct, fields in ((name, [field for field, *_ in getattr(native, name)._fields_]) for name in native.CHOSEN):
-            expected = {field for field in fields if field not in self.OTHERS and not re.search("^stop_|_(length|lengths|count)$", field)}
+            expected = {field for field in fields if field not in self.OTHERS and not re.search("^(stop_|logit_bias)|_(length|lengths|count)$", field)}
             if struct == "WeightOptions":
                 expected.discard("scale_layout")  # A Quantized says it.
             # Trainers have a parameter for it.
@@ -1431,6 +1432,30 @@ class Conversations(unittest.TestCase):
         stream.prefill([300])
         stream = stream.stream(grammar=nvfp4.Grammar.regex(self.model, "[ab]{20}"))
         self.assertRegex("".join(stream), "^[ab]{20}$")
+
+    def test_adjusted_logits(self):
+        how = {"logit_bias": {7: 1e6, 8: 1e5, 9: -math.inf}, "bad_words": [[7, 7], (7, 8, 7)], "ignore_model_stops": True}
+        session = self.model.session()
+        session.prefill([3, 4])
+        self.assertEqual(session.sample(**how), 7)
+        self.assertEqual(nvfp4.step_sample([session], [7], **how), [8])
+        session.generate(max_tokens=4, **how)
+        made = session.tokens[3:]
+        self.assertEqual((made[0], made[2:]), (8, [7, 8]))
+        self.assertNotEqual(made[1], 7)
+        session.generate(max_tokens=5, presence_penalty=2e6, **how)
+        self.assertEqual(len(set(session.tokens[-5:])), 5)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "bad word 1 is empty"):
+            session.generate(bad_words=[[1], []])
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "logit bias 0 is of token 50000"):
+            self.model.chat().say("Hello", logit_bias={50000: 1.0})
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "pass what they subtract as logit bias", session.sample, frequency_penalty=1.0)
+        self.assertRaises(TypeError, session.generate, bad_words=["word"])
+        self.assertEqual(session.generate(max_tokens=1, logit_bias=None, bad_words=None, ignore_model_stops=True).generated_tokens, 1)
+        # The tokens of an answer, which are completed no more.
+        first, second, *_ = self.model.chat().ask("Hello", log_probabilities=True)
+        text = self.model.chat().say("Hello", bad_words=[[first.token, second.token]], max_tokens=100).text
+        self.assertTrue(text.startswith(first) and not text.startswith(first + second), text)
 
     def test_tool_calls_are_held(self):
         # Whatever is drawn, a call of this form comes to its end.

@@ -449,6 +449,24 @@ namespace LibNVFP4
         internal int ToolCalls;
         // Must be 0.
         internal int Reserved;
+        // Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0.
+        internal float PresencePenalty;
+        // Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+        internal float FrequencyPenalty;
+        // Tokens whose logits get a bias; several biases of one token add up. Default: NULL.
+        internal int* LogitBiasTokens;
+        // The bias of each of `logit_bias_tokens`: a finite number, which is added to the logit, or minus infinity, which excludes the
+        // token.
+        internal float* LogitBiases;
+        // Elements of `logit_bias_tokens` and of `logit_biases`.
+        internal UIntPtr LogitBiasCount;
+        // Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token
+        // is excluded. Default: NULL.
+        internal int** BadWords;
+        // Tokens of each of `bad_words`, at least 1.
+        internal UIntPtr* BadWordLengths;
+        // Elements of `bad_words` and of `bad_word_lengths`.
+        internal UIntPtr BadWordCount;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.
@@ -1683,9 +1701,9 @@ namespace LibNVFP4
         // already begun the next step when it is called.
         //
         // - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one session or
-        //   for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of tokens appended to
-        //   each session. If `options[i]->call` is cancelled before the pass begins, that session is left out with the status
-        //   #NVFP4_CANCELLED; its progress callback is not called.
+        //   for all, takes the argmax. Logits that biases or bad words change are copied to the host. Several sessions may share one: draws
+        //   depend on its seed and on the number of tokens appended to each session. If `options[i]->call` is cancelled before the pass
+        //   begins, that session is left out with the status #NVFP4_CANCELLED; its progress callback is not called.
         // - `call`, `statuses`: as for NVFP4_session_step().
         // - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

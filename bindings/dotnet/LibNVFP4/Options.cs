@@ -313,6 +313,18 @@ namespace LibNVFP4
             }
         }
 
+        /// <summary>Subtracted from the logits of tokens that the generation has at least once. Default: 0.</summary>
+        public float PresencePenalty { get => Raw.PresencePenalty; set => Raw.PresencePenalty = value; }
+
+        /// <summary>Subtracted from the logit of a token once for each time that the generation has it. Default: 0.</summary>
+        public float FrequencyPenalty { get => Raw.FrequencyPenalty; set => Raw.FrequencyPenalty = value; }
+
+        /// <summary>Tokens with a number that is added to their logits; negative infinity excludes a token. Default: null, none.</summary>
+        public IEnumerable<KeyValuePair<int, float>> LogitBias { get; set; }
+
+        /// <summary>Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is excluded. Default: null, none.</summary>
+        public IEnumerable<IEnumerable<int>> BadWords { get; set; }
+
         /// <summary>Whether to treat the model's own stop tokens like any other token. Default: no.</summary>
         public bool IgnoreModelStops { get => Raw.IgnoreModelStops != 0; set => Raw.IgnoreModelStops = Interop.Flag(value); }
 

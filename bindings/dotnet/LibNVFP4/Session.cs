@@ -254,9 +254,9 @@ namespace LibNVFP4
         {
             int token = 0;
             using (var call = new Call(cancellation, options?.Progress, Handle))
+            using (var pinned = new PinnedOptions(options ?? new GenerateOptions()))
             {
-                // What concerns stops has no part in it, so there is nothing to pin but the numbers.
-                NativeGenerateOptions raw = (options ?? new GenerateOptions()).Raw;
+                NativeGenerateOptions raw = pinned.Raw;
                 raw.Call = call.Options;
                 var retry = new Retry();
                 int status;
@@ -388,13 +388,29 @@ namespace LibNVFP4
             var next = new int[tokens == null ? 0 : tokens.Length];
             if (options.Count != next.Length)
                 throw new ArgumentException(options.Count + " options for " + next.Length + " tokens", nameof(options));
-            // What concerns stops has no part in it, so there is nothing to pin but the numbers.
             var raw = new NativeGenerateOptions[next.Length];
-            for (int i = 0; i < raw.Length; i++)
+            var pinned = new List<PinnedOptions>();
+            try
             {
-                raw[i] = (options[i] ?? new GenerateOptions()).Raw;
-                next[i] = -1;
+                for (int i = 0; i < raw.Length; i++)
+                {
+                    pinned.Add(new PinnedOptions(options[i] ?? new GenerateOptions()));
+                    raw[i] = pinned[i].Raw;
+                    next[i] = -1;
+                }
+                StepSample(sessions, tokens, raw, next, statuses, cancellation);
             }
+            finally
+            {
+                foreach (PinnedOptions one in pinned)
+                    one.Dispose();
+            }
+            return next;
+        }
+
+        static void StepSample(IList<Session> sessions, int[] tokens, NativeGenerateOptions[] raw, int[] next, Status[] statuses,
+            CancellationToken cancellation)
+        {
             WithHandles(sessions, tokens, statuses, cancellation, (handles, call) =>
             {
                 var each = new IntPtr[raw.Length];
@@ -410,7 +426,6 @@ namespace LibNVFP4
                         to, (int*)told);
                 }
             });
-            return next;
         }
 
         delegate int StepCall(IntPtr[] sessions, NativeCallOptions* call);

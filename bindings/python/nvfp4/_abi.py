@@ -922,6 +922,17 @@ class GenerateOptions(Structure):
       generations follow it. Default: NULL, none.
     - `tool_calls`: One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
     - `reserved`: Must be 0.
+    - `presence_penalty`: Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions.
+      Default: 0.
+    - `frequency_penalty`: Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+    - `logit_bias_tokens`: Tokens whose logits get a bias; several biases of one token add up. Default: NULL.
+    - `logit_biases`: The bias of each of `logit_bias_tokens`: a finite number, which is added to the logit, or minus infinity, which
+      excludes the token.
+    - `logit_bias_count`: Elements of `logit_bias_tokens` and of `logit_biases`.
+    - `bad_words`: Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last
+      token is excluded. Default: NULL.
+    - `bad_word_lengths`: Tokens of each of `bad_words`, at least 1.
+    - `bad_word_count`: Elements of `bad_words` and of `bad_word_lengths`.
     """
 
     _fields_ = [
@@ -946,6 +957,14 @@ class GenerateOptions(Structure):
         ("grammar", c_void_p),
         ("tool_calls", c_int32),
         ("reserved", c_int32),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("logit_bias_tokens", c_void_p),
+        ("logit_biases", c_void_p),
+        ("logit_bias_count", c_size_t),
+        ("bad_words", c_void_p),
+        ("bad_word_lengths", c_void_p),
+        ("bad_word_count", c_size_t),
     ]
 
 
@@ -2254,9 +2273,9 @@ FUNCTIONS: Tuple[Function, ...] = (
         next step when it is called.
 
         - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one session or for
-          all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of tokens appended to each
-          session. If `options[i]->call` is cancelled before the pass begins, that session is left out with the status #NVFP4_CANCELLED; its
-          progress callback is not called.
+          all, takes the argmax. Logits that biases or bad words change are copied to the host. Several sessions may share one: draws depend
+          on its seed and on the number of tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that
+          session is left out with the status #NVFP4_CANCELLED; its progress callback is not called.
         - `call`, `statuses`: as for NVFP4_session_step().
         - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
         """),

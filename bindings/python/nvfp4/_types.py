@@ -210,6 +210,10 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     # One of ToolCalls, for a chat without `grammar`. Default: free.
     tool_calls: ToolCalls
+    # Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0.
+    presence_penalty: float
+    # Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+    frequency_penalty: float
 
 
 class ChatOptions(TypedDict, total=False):
