@@ -1512,11 +1512,21 @@ struct Piece {
     float log_probability;
     /** The kind of text: one of NVFP4_PART_*. A tool call is passed as a whole, as JSON. */
     std::int32_t part;
+    /** The most probable tokens with their log-probabilities, as many as the options ask for; valid as long as the text. */
+    const std::int32_t *top_tokens;
+    const float *top_log_probabilities;
+    std::size_t top_count;
 
     /** Not part of the interface. */
     static Piece of(const NVFP4_TokenEvent &event)
     {
-        return {event.token, std::string_view(event.text, event.text_length), event.log_probability, event.part};
+        return {event.token,
+                std::string_view(event.text, event.text_length),
+                event.log_probability,
+                event.part,
+                event.top_tokens,
+                event.top_log_probabilities,
+                event.top_count};
     }
 };
 
@@ -1651,6 +1661,21 @@ public:
     Result<std::int32_t> sample(const NVFP4_GenerateOptions &options)
     {
         return detail::value<std::int32_t>([&](std::int32_t *out) { return NVFP4_session_sample(get(), &options, out); });
+    }
+
+    /** The token of the last sample() or step_sample() and its log-probability, then the most probable ones, as its options asked. */
+    Result<std::vector<std::pair<std::int32_t, float>>> top_log_probabilities() const
+    {
+        std::size_t count = 0;
+        NVFP4_Status status = NVFP4_session_top_log_probabilities(get(), nullptr, nullptr, 0, &count);
+        std::vector<std::int32_t> tokens(count);
+        std::vector<float> values(count);
+        if (status == NVFP4_OK && count > 0)
+            status = NVFP4_session_top_log_probabilities(get(), tokens.data(), values.data(), count, &count);
+        std::vector<std::pair<std::int32_t, float>> out;
+        for (std::size_t i = 0; i < tokens.size(); i++)
+            out.emplace_back(tokens[i], values[i]);
+        return detail::result(status, std::move(out));
     }
 
     /** Generates tokens after those in the session. */

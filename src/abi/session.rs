@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::arguments::{
-    self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
-    results, slice, text,
+    self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, results,
+    slice, text,
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
 use super::grammar::NVFP4_Grammar;
@@ -36,7 +36,8 @@ use crate::base::{Error, ErrorKind, call};
 use crate::engine::Served;
 use crate::session::{
     self, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments, MOST_DRAFTS,
-    Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted, ToolCalls,
+    Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted,
+    TokenProbabilities, ToolCalls,
 };
 use crate::text::{Grammar, Message, ToolCall, messages_to_json};
 use serde_json::Value;
@@ -262,8 +263,9 @@ pub struct NVFP4_GenerateOptions {
     pub grammar: *const NVFP4_Grammar,
     /// One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
     pub tool_calls: i32,
-    /// Must be 0.
-    pub reserved: i32,
+    /// Passes log-probabilities of this many most probable tokens with each token, up to 20, and the token's own. See `log_probabilities`.
+    /// Default: 0.
+    pub top_log_probabilities: i32,
     /// Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0.
     pub presence_penalty: f32,
     /// Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
@@ -310,7 +312,7 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             call: std::ptr::null(),
             grammar: std::ptr::null(),
             tool_calls: NVFP4_TOOL_CALLS_FREE,
-            reserved: 0,
+            top_log_probabilities: 0,
             presence_penalty: 0.0,
             frequency_penalty: 0.0,
             logit_bias_tokens: std::ptr::null(),
@@ -327,7 +329,6 @@ impl NVFP4_GenerateOptions {
     /// # Safety
     /// The arrays and texts must be readable.
     pub(super) unsafe fn read(&self) -> Result<GenerateOptions> {
-        reserved(self, self.reserved)?;
         // SAFETY: promised by the caller.
         let (stop_tokens, strings, lengths) = unsafe {
             (
@@ -355,7 +356,7 @@ impl NVFP4_GenerateOptions {
             stop_strings,
             ignore_model_stops: flag("ignore_model_stops", self.ignore_model_stops)?,
             replay: flag("replay", self.replay)?,
-            log_probabilities: flag("log_probabilities", self.log_probabilities)?,
+            top_log_probabilities: self.top_log_probabilities()?,
             drafts: match self.drafts {
                 0 => None,
                 -1 => Some(0),
@@ -419,6 +420,13 @@ impl NVFP4_GenerateOptions {
                 })
                 .collect::<Result<_>>()?,
         })
+    }
+
+    /// How many most probable tokens are reported with a chosen one, if log-probabilities are.
+    fn top_log_probabilities(&self) -> Result<Option<usize>> {
+        let top = count("top_log_probabilities", self.top_log_probabilities.into())?;
+        let own = flag("log_probabilities", self.log_probabilities)?;
+        Ok((own || top > 0).then_some(top))
     }
 
     fn sampling(&self) -> Result<SamplingOptions> {
@@ -556,6 +564,13 @@ pub struct NVFP4_TokenEvent {
     pub log_probability: f32,
     /// The kind of text that this is, or that is to come: one of NVFP4_PART_*.
     pub part: i32,
+    /// The most probable tokens by the model's own logits, in descending order: `top_log_probabilities` of the options. Valid during the
+    /// callback, as are their log-probabilities.
+    pub top_tokens: *const i32,
+    /// The natural logarithm of the probability of each of `top_tokens`.
+    pub top_log_probabilities: *const f32,
+    /// Elements of `top_tokens` and of `top_log_probabilities`.
+    pub top_count: usize,
 }
 
 /// Receives each token when it is generated, and the text. Returns 0 to go on, anything else to end the generation, which
@@ -571,7 +586,37 @@ pub(super) fn part_number(part: Part) -> i32 {
     }
 }
 
+/// Log-probabilities of an event, with pointers to those of its piece.
+#[derive(Clone, Copy)]
+pub(super) struct EventProbabilities {
+    pub(super) own: f32,
+    pub(super) tokens: *const i32,
+    pub(super) values: *const f32,
+    pub(super) count: usize,
+}
+
+impl EventProbabilities {
+    pub(super) fn of(probabilities: Option<&TokenProbabilities>) -> Self {
+        match probabilities {
+            // An id is below the size of a vocabulary, and so an i32.
+            Some(known) if !known.top.is_empty() => EventProbabilities {
+                own: known.chosen,
+                tokens: known.top.as_ptr().cast(),
+                values: known.top_log_probabilities.as_ptr(),
+                count: known.top.len(),
+            },
+            _ => EventProbabilities {
+                own: probabilities.map_or(f32::NAN, |known| known.chosen),
+                tokens: std::ptr::null(),
+                values: std::ptr::null(),
+                count: 0,
+            },
+        }
+    }
+}
+
 fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
+    let probabilities = EventProbabilities::of(piece.probabilities);
     Ok(NVFP4_TokenEvent {
         struct_size: size_of::<NVFP4_TokenEvent>() as u32,
         kind: match piece.token {
@@ -582,8 +627,11 @@ fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
         index: 0,
         text: piece.text.as_ptr().cast(),
         text_length: piece.text.len(),
-        log_probability: piece.log_probability.unwrap_or(f32::NAN),
+        log_probability: probabilities.own,
         part: part_number(piece.part),
+        top_tokens: probabilities.tokens,
+        top_log_probabilities: probabilities.values,
+        top_count: probabilities.count,
     })
 }
 
@@ -820,9 +868,14 @@ pub unsafe extern "C-unwind" fn NVFP4_session_sample(
         let sampler = Sampler::new(&options.sampling()?)?;
         // SAFETY: as above.
         let adjustments = unsafe { options.adjustments() }?;
+        let top = options.top_log_probabilities()?;
         let sample = |state: &mut State| {
             let mut sampler = sampler.after(state.session.appended());
-            token_out(state.session.sample_adjusted(&mut sampler, &adjustments)?)
+            token_out(
+                state
+                    .session
+                    .sample_adjusted(&mut sampler, &adjustments, top)?,
+            )
         };
         // SAFETY: as above.
         out.set(unsafe { with_call(session, options.call, sample) }?);
@@ -1197,7 +1250,8 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step(
 /// sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
 ///
 /// - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
-///   session or for all, takes the argmax. Logits that biases or bad words change are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
+///   session or for all, takes the argmax. Logits that biases or bad words change, and those whose
+///   log-probabilities NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
 ///   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
 ///   with the status #NVFP4_CANCELLED; its progress callback is not called.
 /// - `call`, `statuses`: as for NVFP4_session_step().
@@ -1231,9 +1285,12 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
                 let read = || unsafe {
                     let options = self::options(options)?;
                     options.check_no_grammar("a step")?;
+                    let sampling = options.sampling()?;
+                    sampling.check()?;
                     Ok(StepArguments {
-                        sampling: options.sampling()?,
+                        sampling,
                         adjustments: options.adjustments()?,
+                        top_log_probabilities: options.top_log_probabilities()?,
                         cancellation: Cancellation::read(options.call)?,
                     })
                 };
@@ -1247,7 +1304,15 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
             Ok(())
         };
         let run = |sessions: &mut [&mut session::Session], tokens: &[u32], places: &[usize]| {
-            let choices: Vec<_> = places.iter().map(|&i| each[i].choice()).collect();
+            let choice = |(&i, session): (&usize, &&mut session::Session)| {
+                let choice = each[i].choice();
+                choice
+                    .check(session.model().spec().vocab_size)
+                    .map_err(|e| e.within(format_args!("options[{i}]")))?;
+                Ok(choice)
+            };
+            let choices = places.iter().zip(&*sessions).map(choice);
+            let choices = choices.collect::<Result<Vec<_>>>()?;
             // SAFETY: as above.
             unsafe { Cancellation::read(call) }?
                 .watch(|| session::step_choose_with(sessions, tokens, &choices, true))
@@ -1265,10 +1330,42 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
     })
 }
 
+/// Copies log-probabilities of the last token that NVFP4_session_sample() or NVFP4_session_step_sample() chose for this session: first that
+/// token with its own, then the most probable ones, among which it may be again. Writes their number to `count`: 1 +
+/// `top_log_probabilities`, or 0 if the options of that call asked for none; see ARRAYS OUT above.
+///
+/// - `tokens`, `log_probabilities`: `capacity` elements each, or NULL for one that is not wanted.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_session_top_log_probabilities(
+    session: *mut NVFP4_Session,
+    tokens: *mut i32,
+    log_probabilities: *mut f32,
+    capacity: usize,
+    count: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_session_top_log_probabilities", || {
+        with(session, |state| {
+            let (mut ids, mut values) = (Vec::new(), Vec::new());
+            if let Some((token, known)) = state.session.choice() {
+                ids = tokens_out(&[&[token], &known.top[..]].concat())?;
+                values = [&[known.chosen], &known.top_log_probabilities[..]].concat();
+            }
+            // SAFETY: the pointers are as the header asks.
+            unsafe {
+                let room = |is_null: bool| if is_null { 0 } else { capacity };
+                copy_items(&ids, tokens, room(tokens.is_null()), count)?;
+                let room = room(log_probabilities.is_null());
+                copy_items(&values, log_probabilities, room, count)
+            }
+        })
+    })
+}
+
 /// The options of one session in a step.
 struct StepArguments {
     sampling: SamplingOptions,
     adjustments: LogitAdjustments,
+    top_log_probabilities: Option<usize>,
     cancellation: Cancellation,
 }
 
@@ -1277,6 +1374,7 @@ impl StepArguments {
         StepChoice {
             sampling: &self.sampling,
             adjustments: &self.adjustments,
+            top_log_probabilities: self.top_log_probabilities,
         }
     }
 }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::adjustments::Adjuster;
 use super::next::Next;
-use super::{LogitAdjustments, SamplingOptions, Session};
+use super::probabilities::check_top;
+use super::{LogitAdjustments, SamplingOptions, Session, TokenProbabilities};
 use crate::base::error::bail;
 use crate::base::{Error, Result};
 use crate::cpu::Cpu;
@@ -36,6 +37,9 @@ pub struct StepChoice<'a> {
     pub sampling: &'a SamplingOptions,
     /// Changes of the logits before the choice, without penalties that count the tokens of a generation.
     pub adjustments: &'a LogitAdjustments,
+    /// Keeps log-probabilities of the chosen token, and of this many most probable ones, for [`Session::choice`], which copies the logits
+    /// to the host.
+    pub top_log_probabilities: Option<usize>,
 }
 
 /// Like [`step`], and returns each session's next token, chosen by `options[i]` as a generation would choose it, without appending it. On a
@@ -52,12 +56,14 @@ pub fn step_choose(
         .map(|sampling| StepChoice {
             sampling,
             adjustments,
+            top_log_probabilities: None,
         })
         .collect();
     step_choose_with(sessions, tokens, &choices, look_ahead)
 }
 
-/// As [`step_choose`], from adjusted logits. Logits that are adjusted are copied to the host, those of the other sessions are not.
+/// As [`step_choose`], from adjusted logits. Logits that are adjusted, or of which log-probabilities are kept, are
+/// copied to the host, those of the other sessions are not.
 pub fn step_choose_with(
     sessions: &mut [&mut Session],
     tokens: &[u32],
@@ -85,37 +91,47 @@ pub fn step_choose_with(
         .iter()
         .map(|choice| Adjuster::new(choice.adjustments))
         .collect();
+    let needs_logits =
+        |i: usize| adjusters[i].is_some() || choices[i].top_log_probabilities.is_some();
     let on_device: Vec<_> = options
         .iter()
-        .zip(&adjusters)
-        .map(|(options, adjuster)| adjuster.is_none().then_some(options))
+        .enumerate()
+        .map(|(i, options)| (!needs_logits(i)).then_some(options))
         .collect();
-    let next = stepped(
+    let chosen = stepped(
         sessions,
         tokens,
         &on_device,
         look_ahead,
         |sessions, outputs, logits| {
             let on_host = OnHost {
+                choices,
                 options: &options,
                 adjusters: &adjusters,
             };
             on_host.choose(sessions, outputs, logits)
         },
     )?;
-    for (i, session) in sessions.iter_mut().enumerate() {
-        if adjusters[i].is_none() && options[i].is_greedy() {
-            session.next.set_argmax(next[i]);
+    let each = sessions.iter_mut().zip(chosen).enumerate();
+    let next = each.map(|(i, (session, (token, probabilities)))| {
+        if !needs_logits(i) && options[i].is_greedy() {
+            session.next.set_argmax(token);
         }
-    }
-    Ok(next)
+        session.choice = probabilities.map(|probabilities| (token, probabilities));
+        token
+    });
+    Ok(next.collect())
 }
+
+/// A token that was chosen in a step, with log-probabilities if they are kept.
+type Chosen = (u32, Option<TokenProbabilities>);
 
 /// The choices of a step that are made from logits in host memory.
 struct OnHost<'a> {
+    choices: &'a [StepChoice<'a>],
     /// Sampling settings of each session.
     options: &'a [SamplingOptions],
-    /// Adjusters of the sessions whose logits are in host memory.
+    /// Adjusters of the sessions whose logits are adjusted.
     adjusters: &'a [Option<Adjuster<'a>>],
 }
 
@@ -125,32 +141,36 @@ impl OnHost<'_> {
         &self,
         sessions: &[&mut Session],
         outputs: Vec<Output>,
-        mut logits: Vec<f32>,
-    ) -> Result<Vec<u32>> {
+        logits: Vec<f32>,
+    ) -> Result<Vec<Chosen>> {
         let (mut next, mut places) = (Vec::new(), Vec::new());
+        // Log-probabilities are those of the model's own logits.
+        let mut adjusted = logits.clone();
         for (i, output) in outputs.into_iter().enumerate() {
-            match (output, &self.adjusters[i]) {
-                (Output::Token(token), None) => next.push(token),
-                (Output::Logits(rows), Some(adjuster)) => {
+            match output {
+                Output::Token(token) => next.push((token, None)),
+                Output::Logits(rows) => {
                     let vocabulary = sessions[i].model.spec().vocab_size;
-                    let row = &mut logits[rows.start * vocabulary..rows.end * vocabulary];
-                    adjuster.adjust(row, &sessions[i].tokens);
-                    places.push(i);
-                    next.push(0);
+                    let row = rows.start * vocabulary..rows.end * vocabulary;
+                    if let Some(adjuster) = &self.adjusters[i] {
+                        adjuster.adjust(&mut adjusted[row.clone()], &sessions[i].tokens);
+                    }
+                    places.push((i, row));
+                    next.push((0, None));
                 }
-                (other, _) => bail!(Internal, "{other:?} in the place of a token"),
+                other => bail!(Internal, "{other:?} in the place of a token"),
             }
         }
         let choices: Vec<_> = places
             .iter()
-            .map(|&i| Choice {
+            .map(|&(i, _)| Choice {
                 options: &self.options[i],
                 draw: sessions[i].appended() as u64,
                 history: &sessions[i].tokens,
                 allowed: None,
             })
             .collect();
-        let Some(&first) = places.first() else {
+        let Some(&(first, _)) = places.first() else {
             return Ok(next);
         };
         // A GPU has no threads of the host.
@@ -158,9 +178,12 @@ impl OnHost<'_> {
             Device::Cpu(cpu) => cpu.clone(),
             Device::Cuda(_) => Cpu::new(Some(1))?,
         };
-        let chosen = sample::sample_rows(&logits, &choices, &cpu, &mut Vec::new());
-        for (i, token) in places.into_iter().zip(chosen) {
-            next[i] = token.map_err(|e| numbered(i, e))?;
+        let chosen = sample::sample_rows(&adjusted, &choices, &cpu, &mut Vec::new());
+        for ((i, row), token) in places.into_iter().zip(chosen) {
+            let token = token.map_err(|e| numbered(i, e))?;
+            let top = self.choices[i].top_log_probabilities;
+            let probabilities = top.map(|top| TokenProbabilities::of(&logits[row], token, top));
+            next[i] = (token, probabilities);
         }
         Ok(next)
     }
@@ -270,6 +293,7 @@ impl StepChoice<'_> {
     pub fn check(&self, vocabulary: usize) -> Result<()> {
         self.sampling.check()?;
         self.adjustments.check(vocabulary)?;
+        check_top(self.top_log_probabilities)?;
         self.adjustments.check_without_counts("a step")
     }
 }

@@ -11,6 +11,7 @@ use super::answer::Answer;
 use super::constraint::{Constraint, Next};
 use super::drafts::{DraftCounts, Drafts};
 use super::options::{Finish, GenerateOptions};
+use super::probabilities::TokenProbabilities;
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, call, memory};
@@ -88,9 +89,8 @@ pub struct Piece<'a> {
     pub part: Part,
     /// The text that the token completes; empty while a character or a possible stop string is incomplete.
     pub text: &'a str,
-    /// If requested, the natural logarithm of the token's probability in the model's own distribution, before temperature, penalties and
-    /// the like.
-    pub log_probability: Option<f32>,
+    /// If requested, log-probabilities of the token and of the most probable ones; `None` for tokens that a grammar forces.
+    pub probabilities: Option<&'a TokenProbabilities>,
 }
 
 /// Tokens that take longer to run than a step may.
@@ -232,7 +232,7 @@ impl Session {
                     )
                 }),
             };
-            let (token, log_probability) = match chosen {
+            let (token, probabilities) = match chosen {
                 Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
                 _ => {
@@ -301,7 +301,7 @@ impl Session {
                     token: named.take(),
                     part: *part,
                     text,
-                    log_probability,
+                    probabilities: probabilities.as_ref(),
                 })
                 .is_break()
             });
@@ -325,7 +325,7 @@ impl Session {
         Ok(out)
     }
 
-    /// The next token of at most `left`, from adjusted logits, one that `mask` allows, with its log-probability if requested.
+    /// The next token of at most `left`, from adjusted logits, one that `mask` allows, with log-probabilities if requested.
     fn chosen(
         &mut self,
         sampler: &mut Sampler,
@@ -335,9 +335,9 @@ impl Session {
         mask: Option<TokenMask<'_>>,
         drafts: &mut Drafts,
         replayed: &mut Vec<f32>,
-    ) -> Result<(u32, Option<f32>)> {
+    ) -> Result<(u32, Option<TokenProbabilities>)> {
         let is_plain = mask.is_none() && adjuster.is_none();
-        if is_plain && !options.replay && !options.log_probabilities {
+        if is_plain && !options.replay && options.top_log_probabilities.is_none() {
             if let Some(token) = self.next_by_drafts(sampler, drafts, left)? {
                 return Ok((token, None));
             }
@@ -363,8 +363,8 @@ impl Session {
             None => logits,
         };
         let token = sampler.sample_within(adjusted, &self.tokens, mask)?;
-        let wanted = options.log_probabilities;
-        Ok((token, wanted.then(|| log_probability(logits, token))))
+        let probabilities = |top| TokenProbabilities::of(logits, token, top);
+        Ok((token, options.top_log_probabilities.map(probabilities)))
     }
 
     /// Ends a text: passes on what was held back unless `broke`, and records the outcome.
@@ -398,7 +398,7 @@ impl Session {
                     token: None,
                     part: *part,
                     text,
-                    log_probability: None,
+                    probabilities: None,
                 })
                 .is_break()
             });
@@ -438,28 +438,4 @@ impl Session {
 /// Stage of the answer that the next token belongs to.
 fn stage(answer: &Option<Answer>) -> AnswerStage<'_> {
     answer.as_ref().map_or(AnswerStage::Content, Answer::stage)
-}
-
-/// The natural logarithm of the softmax probability of `token`.
-fn log_probability(logits: &[f32], token: u32) -> f32 {
-    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&l| f64::from(l - most).exp()).sum();
-    (f64::from(logits[token as usize] - most) - sum.ln()) as f32
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn log_probabilities_are_those_of_the_softmax() {
-        let logits = [0.0, 1.0, f32::NEG_INFINITY, 3.0];
-        let sum = 1.0 + 1f64.exp() + 3f64.exp();
-        for (token, expected) in [(0, -sum.ln()), (3, 3.0 - sum.ln())] {
-            assert!((f64::from(log_probability(&logits, token)) - expected).abs() < 1e-6);
-        }
-        assert_eq!(log_probability(&logits, 2), f32::NEG_INFINITY);
-        // Large ones do not overflow.
-        assert_eq!(log_probability(&[1e38, -1e38], 0), 0.0);
-    }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use super::LogitAdjustments;
+use super::probabilities::check_top;
 use crate::base::error::bail;
 use crate::base::{Result, call};
 use crate::engine::Served;
@@ -43,11 +44,12 @@ pub struct GenerateOptions {
     pub ignore_model_stops: bool,
     /// Computes every token from the whole sequence, without cached keys and values; slow, for comparison.
     pub replay: bool,
-    /// Reports each token's log-probability, which copies its logits to the host.
-    pub log_probabilities: bool,
+    /// Reports each token's log-probability, and those of this many most probable tokens, at most [`MOST_TOP`](super::MOST_TOP), which
+    /// copies its logits to the host. `None` reports neither.
+    pub top_log_probabilities: Option<usize>,
     /// Most tokens that the model's drafter guesses in a step, up to [`MOST_DRAFTS`]; one pass of the model verifies them. 0 drafts none.
     /// The default, `None`, drafts on the CPU if the model has a drafter, while that is faster. A number is refused for a model without a
-    /// drafter, and on a GPU. A generation with [`replay`](Self::replay) or [`log_probabilities`](Self::log_probabilities) drafts nothing.
+    /// drafter, and on a GPU. A generation with [`replay`](Self::replay) or [`top_log_probabilities`](Self::top_log_probabilities) drafts nothing.
     ///
     /// A generation has the same tokens with drafts and without, greedy or sampled: each is a function of its logits and of the number of
     /// its draw, which counts positions, and the logits of verified tokens have the bits of steps of one token. This is stronger than the
@@ -76,7 +78,7 @@ impl Default for GenerateOptions {
             stop_strings: Vec::new(),
             ignore_model_stops: false,
             replay: false,
-            log_probabilities: false,
+            top_log_probabilities: None,
             drafts: None,
             grammar: None,
             tool_calls: ToolCalls::Free,
@@ -92,7 +94,10 @@ impl GenerateOptions {
 
     /// Whether the host needs the logits of each choice.
     pub(super) fn needs_logits(&self) -> bool {
-        self.replay || self.log_probabilities || self.is_held() || !self.adjustments.is_none()
+        self.replay
+            || self.top_log_probabilities.is_some()
+            || self.is_held()
+            || !self.adjustments.is_none()
     }
 
     /// Checks them for a generation of `model`, or with `is_chat` for a chat turn: refuses a grammar of another model, tokens that the
@@ -100,6 +105,7 @@ impl GenerateOptions {
     pub fn check(&self, model: &Served, is_chat: bool) -> Result<()> {
         self.sampling.check()?;
         self.adjustments.check(model.spec().vocab_size)?;
+        check_top(self.top_log_probabilities)?;
         if let Some(grammar) = &self.grammar {
             model.check_grammar(grammar)?;
         }

@@ -1035,6 +1035,18 @@ static void adjustments(NVFP4_Model *model)
         BAD(invalid, NVFP4_session_sample, session, &how, &token);
         BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
     }
+    how.frequency_penalty = 0;
+    for (how.top_log_probabilities = -1; how.top_log_probabilities < 22; how.top_log_probabilities += 22) {
+        BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+        BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
+    }
+    how.top_log_probabilities = 2;
+    OK(NVFP4_session_sample(session, &how, &token));
+    BAD(invalid, NVFP4_session_top_log_probabilities, session, biased, biases, 2, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_session_top_log_probabilities, session, biased, biases, 2, &held);
+    CHECK(held == 3);
+    HANDLE(NVFP4_session_top_log_probabilities, h, NULL, NULL, 0, &held);
+    how.top_log_probabilities = 0;
     how.frequency_penalty = 0.5f;
     BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
     SAYS("logit bias");

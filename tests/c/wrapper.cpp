@@ -635,8 +635,18 @@ void streams(const std::string &path)
         CHECK(asked.sample(biased) == 7);
         nvfp4::Session *one = &asked;
         CHECK(nvfp4::step_sample({one}, {7}, {biased}) == std::vector<std::int32_t>{8});
+        CHECK(asked.top_log_probabilities().empty());
+        biased.top_log_probabilities = 4;
+        CHECK(asked.sample(biased) == 7 || asked.sample(biased) == 8);
+        const auto top = asked.top_log_probabilities();
+        CHECK(top.size() == 5 && top[1].second >= top[2].second && top[1].second < 0);
+        std::size_t told = 0;
         biased.max_tokens = 3;
-        asked.generate(biased);
+        asked.generate(biased, [&](const nvfp4::Piece &piece) {
+            CHECK(piece.token < 0 || (piece.top_count == 4 && piece.top_log_probabilities[0] >= piece.log_probability));
+            told += piece.token >= 0 && (told > 0 || piece.top_tokens[0] == top[1].first);
+        });
+        CHECK(told == 3);
         const std::vector<std::int32_t> made = asked.tokens();
         CHECK(made.size() == 6 && made[3] == 8 && made[4] != 7 && made[5] == 7);
         biased.presence_penalty = 2e6f;

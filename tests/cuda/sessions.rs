@@ -140,6 +140,7 @@ fn adjusted_logits_decide_on_a_gpu_too() {
     let choice = |adjustments| StepChoice {
         sampling: &greedy,
         adjustments,
+        top_log_probabilities: None,
     };
     let choices = [choice(&how.adjustments), choice(&none)];
     let (mut a, mut b) = (new(), new());

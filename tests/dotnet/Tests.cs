@@ -765,6 +765,20 @@ static partial class Tests
             session.Generate(options);
             int[] made = session.Tokens;
             Check(made[3] == 8 && made[4] != 7 && made[5] == 7 && made[6] == 8, string.Join(" ", made));
+            Same(0, session.TopLogProbabilities.Length);
+            options.TopLogProbabilities = 2;
+            int chosen = session.Sample(options);
+            TokenProbability[] top = session.TopLogProbabilities;
+            Check(top.Length == 3 && top[0].Token == chosen && top[1].LogProbability >= top[2].LogProbability);
+            TokenEvent first = default(TokenEvent);
+            session.Generate(options, piece =>
+            {
+                first = piece;
+                return false;
+            });
+            Same(chosen, first.Token);
+            Check(first.Top.SequenceEqual(top.Skip(1)) && first.LogProbability == top[0].LogProbability);
+            session.Truncate(7);
             options.PresencePenalty = 2e6f;
             options.BadWords = null;
             options.FrequencyPenalty = 1;

@@ -77,10 +77,11 @@ test "pipes of models and conversations" (fun () ->
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""
     let mutable told = 0L, 0L
-    let watched = few |> Generate.logProbabilities |> Generate.progress (fun d total -> told <- d, total)
+    let watched = few |> Generate.logProbabilities |> Generate.topLogProbabilities 2 |> Generate.progress (fun d total -> told <- d, total)
     let handler (piece: TokenEvent) =
         if piece.Kind = TokenEventKind.Token then
             if not (piece.LogProbability <= 0.0f) then failwithf "a log-probability of %f" piece.LogProbability
+            if piece.Top.Count <> 2 then failwithf "%d most probable tokens" piece.Top.Count
             text <- text + fst (detokenizer.Push piece.Token)
         true
     let result = chat.Chat("!", TokenHandler handler, watched)

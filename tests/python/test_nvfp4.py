@@ -1452,10 +1452,31 @@ class Conversations(unittest.TestCase):
         self.assertRaisesRegex(nvfp4.InvalidArgument, "pass what they subtract as logit bias", session.sample, frequency_penalty=1.0)
         self.assertRaises(TypeError, session.generate, bad_words=["word"])
         self.assertEqual(session.generate(max_tokens=1, logit_bias=None, bad_words=None, ignore_model_stops=True).generated_tokens, 1)
-        # The tokens of an answer, which are completed no more.
-        first, second, *_ = self.model.chat().ask("Hello", log_probabilities=True)
-        text = self.model.chat().say("Hello", bad_words=[[first.token, second.token]], max_tokens=100).text
-        self.assertTrue(text.startswith(first) and not text.startswith(first + second), text)
+        # Log-probabilities of the most probable tokens.
+        fork = session.fork()
+        logits = list(fork.logits())
+        total = max(logits) + math.log(sum(math.exp(x - max(logits)) for x in logits))
+        expected = sorted(((x - total, -token) for token, x in enumerate(logits)), reverse=True)[:5]
+        stream = fork.stream(max_tokens=3, top_log_probabilities=5, temperature=1.3, ignore_model_stops=True)
+        pieces = [piece for piece in stream if piece.token is not None]
+        self.assertEqual([len(piece.top_log_probabilities) for piece in pieces], [5] * 3)
+        for (token, value), (exact, minus) in zip(pieces[0].top_log_probabilities, expected):
+            self.assertEqual(token, -minus)
+            self.assertAlmostEqual(value, exact, 4)
+        nvfp4.step_sample([fork], [fork.tokens[-1]], top_log_probabilities=2)
+        (chosen, own), *top = fork.top_log_probabilities
+        self.assertEqual(((chosen, own), len(top)), (top[0], 2))
+        self.assertEqual(session.top_log_probabilities, [])
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "the 21 most probable", session.sample, top_log_probabilities=21)
+        # Words that came are completed no more.
+        how = {"max_tokens": 20, "ignore_model_stops": True, "temperature": 1.5, "seed": 5}
+        fork.generate(**how)
+        came = fork.tokens[-20:]
+        fork.truncate(len(fork) - 20)
+        fork.generate(bad_words=[came[2:4]], **how)
+        made = fork.tokens[-20:]
+        self.assertNotEqual(made, came)
+        self.assertNotIn(tuple(came[2:4]), list(zip(made, made[1:])))
 
     def test_tool_calls_are_held(self):
         # Whatever is drawn, a call of this form comes to its end.

@@ -1,12 +1,13 @@
-//! Adjusted logits of generations, steps and single choices, against the same arithmetic on logits that sessions give.
+//! Adjusted logits and log-probabilities of generations, steps and single choices, against the same arithmetic on logits that sessions give.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
 use NVFP4::engine::Served;
 use NVFP4::session::{
-    GenerateOptions, LogitAdjustments, Sampler, SamplingOptions, Session, StepChoice,
-    step_choose_with,
+    GenerateOptions, LogitAdjustments, MOST_TOP, Piece, Sampler, SamplingOptions, Session,
+    StepChoice, TokenProbabilities, step_choose_with,
 };
 use NVFP4::text::GrammarSource;
 
@@ -85,7 +86,7 @@ fn by_hand(session: &mut Session, how: &GenerateOptions) -> Vec<u32> {
 
 #[test]
 fn generations_choose_from_adjusted_logits() {
-    // In how many cases each kind of adjustment mattered.
+    // Number of cases that each kind of adjustment changes.
     let mut mattered = [0; 4];
     for case in ["qwen3_tied", "llama_llama3"] {
         let model = load(case);
@@ -124,7 +125,7 @@ fn generations_choose_from_adjusted_logits() {
             // Without the cache, and with log-probabilities, which are the model's own, it is the same.
             let replay = GenerateOptions {
                 replay: true,
-                log_probabilities: true,
+                top_log_probabilities: Some(0),
                 ..how.clone()
             };
             assert_eq!(generate(&mut filled(&model, 9), &replay).tokens, want);
@@ -169,6 +170,7 @@ fn steps_and_samples_choose_from_adjusted_logits() {
         .map(|i| StepChoice {
             sampling: &settings[i % 3],
             adjustments: if i < 4 { &uncounted } else { &none },
+            top_log_probabilities: None,
         })
         .collect();
     let mut sessions: Vec<_> = (0..6).map(|i| filled(&model, 4 + i)).collect();
@@ -190,7 +192,7 @@ fn steps_and_samples_choose_from_adjusted_logits() {
                 .unwrap()
                 .after(session.appended());
             let token = sampler.clone().sample(&logits, &tokens).unwrap();
-            let sampled = session.sample_adjusted(&mut sampler, choice.adjustments);
+            let sampled = session.sample_adjusted(&mut sampler, choice.adjustments, None);
             assert_eq!(sampled.unwrap(), token);
             want.push(token);
         }
@@ -310,11 +312,12 @@ fn wrong_adjustments_are_refused_before_a_generation() {
         });
         let sampler = &mut Sampler::new(&how.sampling).unwrap();
         refused(&mut session, ErrorKind::InvalidArgument, expected, |s| {
-            s.sample_adjusted(sampler, &how.adjustments)
+            s.sample_adjusted(sampler, &how.adjustments, None)
         });
         let choice = StepChoice {
             sampling: &how.sampling,
             adjustments: &how.adjustments,
+            top_log_probabilities: None,
         };
         refused(&mut session, ErrorKind::InvalidArgument, expected, |s| {
             step_choose_with(&mut [s], &[1], &[choice], true)
@@ -327,11 +330,93 @@ fn wrong_adjustments_are_refused_before_a_generation() {
     let choice = StepChoice {
         sampling: &SamplingOptions::GREEDY,
         adjustments: &counting,
+        top_log_probabilities: None,
     };
     refused(
         &mut session,
         ErrorKind::InvalidArgument,
         "session 0: a step is part of no",
         |s| step_choose_with(&mut [s], &[1], &[choice], true),
+    );
+}
+
+/// Log-probabilities in f64, in descending order, of equal ones the lower id first.
+fn ranked(logits: &[f32]) -> Vec<(u32, f64)> {
+    let most = logits.iter().copied().fold(NEVER, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from(l - most).exp()).sum();
+    let mut all: Vec<_> = (0..)
+        .zip(logits)
+        .map(|(token, &l)| (token, f64::from(l - most) - sum.ln()))
+        .collect();
+    all.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    all
+}
+
+fn assert_ranked(token: u32, given: &TokenProbabilities, logits: &[f32], top: usize) {
+    let all = ranked(logits);
+    let own = all.iter().find(|(t, _)| *t == token).unwrap().1;
+    assert!((f64::from(given.chosen) - own).abs() < 1e-5);
+    assert_eq!(given.top.len(), top);
+    assert_eq!(given.top_log_probabilities.len(), top);
+    for (i, &(token, expected)) in all[..top].iter().enumerate() {
+        assert_eq!(given.top[i], token);
+        assert!((f64::from(given.top_log_probabilities[i]) - expected).abs() < 1e-5);
+    }
+}
+
+#[test]
+fn the_most_probable_tokens_are_the_models_own() {
+    let model = load("llama_llama3");
+    for top in [0, 1, 7, MOST_TOP] {
+        let mut how = drawn(12);
+        how.top_log_probabilities = Some(top);
+        // Neither adjustments nor settings show in them.
+        how.adjustments.bias = (0..100).map(|token| (token, 2.0)).collect();
+        how.sampling.repetition_penalty = 1.2;
+        let mut given = Vec::new();
+        let mut session = filled(&model, 8);
+        let on_piece = &mut |piece: Piece<'_>| {
+            given.extend(
+                piece
+                    .token
+                    .map(|token| (token, piece.probabilities.unwrap().clone())),
+            );
+            ControlFlow::Continue(())
+        };
+        session.generate(&how, on_piece).unwrap();
+        assert_eq!(given.len(), 12);
+        let mut by_hand = filled(&model, 8);
+        for (token, probabilities) in &given {
+            assert_ranked(*token, probabilities, by_hand.logits().unwrap(), top);
+            // A single choice says the same.
+            let mut sampler = Sampler::new(&how.sampling)
+                .unwrap()
+                .after(by_hand.appended());
+            let chosen = by_hand.sample_adjusted(&mut sampler, &how.adjustments, Some(top));
+            assert_eq!(chosen.unwrap(), *token);
+            assert_eq!(by_hand.choice(), Some((*token, probabilities)));
+            by_hand.decode(*token).unwrap();
+        }
+        // Steps keep them for the sessions that ask.
+        let choices = [Some(top), None].map(|top_log_probabilities| StepChoice {
+            sampling: &how.sampling,
+            adjustments: &how.adjustments,
+            top_log_probabilities,
+        });
+        let (mut one, mut other) = (filled(&model, 8), filled(&model, 8));
+        let next = step_choose_with(&mut [&mut one, &mut other], &[5, 5], &choices, true).unwrap();
+        assert_eq!(next[0], next[1]);
+        let (token, probabilities) = one.choice().unwrap();
+        assert_eq!((token, other.choice()), (next[0], None));
+        let probabilities = probabilities.clone();
+        assert_ranked(token, &probabilities, one.logits().unwrap(), top);
+    }
+    let mut how = drawn(1);
+    how.top_log_probabilities = Some(MOST_TOP + 1);
+    refused(
+        &mut filled(&model, 8),
+        ErrorKind::InvalidArgument,
+        "the 21 most probable",
+        |s| s.generate(&how, &mut super::go),
     );
 }

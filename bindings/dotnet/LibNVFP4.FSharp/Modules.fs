@@ -191,6 +191,9 @@ module Generate =
     /// Has handlers told each token's log-probability.
     let logProbabilities (options: GenerateOptions) = changed (fun o -> o.LogProbabilities <- true) options
 
+    /// Has handlers told the most probable tokens with each token.
+    let topLogProbabilities count = changed (fun o -> o.TopLogProbabilities <- count)
+
     /// Tells a function how many tokens are run, and their total: those of the prompt, and then those that are generated.
     let progress (report: int64 -> int64 -> unit) = changed (fun o -> o.Progress <- ProgressHandler(fun ``done`` total -> report ``done`` total))
 

@@ -334,6 +334,9 @@ namespace LibNVFP4
         /// <summary>Whether handlers get each token's log-probability, which copies the logits of each token to the host. Default: no.</summary>
         public bool LogProbabilities { get => Raw.LogProbabilities != 0; set => Raw.LogProbabilities = Interop.Flag(value); }
 
+        /// <summary>How many of the most probable tokens handlers get with each token, with log-probabilities, up to 20; the token's own is told too. Default: 0.</summary>
+        public int TopLogProbabilities { get => Raw.TopLogProbabilities; set => Raw.TopLogProbabilities = value; }
+
         /// <summary>The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. The generated tokens are the same, on a GPU but for rounding. Default: 0, which drafts if the model has a drafter, while that is faster.</summary>
         public int Drafts { get => Raw.Drafts; set => Raw.Drafts = value; }
 

@@ -284,6 +284,11 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
     return out
 
 
+def pairs(tokens: int, values: int, count: int) -> List[Tuple[int, float]]:
+    """Tokens with their numbers, of two arrays at these addresses."""
+    return list(zip((ctypes.c_int32 * count).from_address(tokens), (ctypes.c_float * count).from_address(values)))
+
+
 def paths_in(files: Any) -> Tuple[ctypes.Array[Any], ctypes.Array[Any]]:
     """A path or several, and their lengths in bytes."""
     files = [files] if isinstance(files, (str, bytes, os.PathLike)) else files

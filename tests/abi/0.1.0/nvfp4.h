@@ -1122,8 +1122,11 @@ typedef struct NVFP4_GenerateOptions {
     const NVFP4_Grammar *grammar;
     /** One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free. */
     int32_t tool_calls;
-    /** Must be 0. */
-    int32_t reserved;
+    /**
+     * Passes log-probabilities of this many most probable tokens with each token, up to 20, and the token's own. See `log_probabilities`.
+     * Default: 0.
+     */
+    int32_t top_log_probabilities;
     /** Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0. */
     float presence_penalty;
     /** Subtracted from the logit of a token once for each time that the generation has it. Default: 0. */
@@ -1173,6 +1176,15 @@ typedef struct NVFP4_TokenEvent {
     float log_probability;
     /** The kind of text that this is, or that is to come: one of NVFP4_PART_*. */
     int32_t part;
+    /**
+     * The most probable tokens by the model's own logits, in descending order: `top_log_probabilities` of the options. Valid during the
+     * callback, as are their log-probabilities.
+     */
+    const int32_t *top_tokens;
+    /** The natural logarithm of the probability of each of `top_tokens`. */
+    const float *top_log_probabilities;
+    /** Elements of `top_tokens` and of `top_log_probabilities`. */
+    size_t top_count;
 } NVFP4_TokenEvent;
 
 /**
@@ -1291,6 +1303,12 @@ typedef struct NVFP4_QueueEvent {
     int32_t finish;
     /** At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK. */
     NVFP4_Status status;
+    /** The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities. */
+    const int32_t *top_tokens;
+    /** The natural logarithm of the probability of each of `top_tokens`. */
+    const float *top_log_probabilities;
+    /** Elements of `top_tokens` and of `top_log_probabilities`. */
+    size_t top_count;
 } NVFP4_QueueEvent;
 
 /**
@@ -2765,7 +2783,8 @@ NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
  * sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
  *
  * - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
- *   session or for all, takes the argmax. Logits that biases or bad words change are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
+ *   session or for all, takes the argmax. Logits that biases or bad words change, and those whose
+ *   log-probabilities NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
  *   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
  *   with the status #NVFP4_CANCELLED; its progress callback is not called.
  * - `call`, `statuses`: as for NVFP4_session_step().
@@ -2779,6 +2798,20 @@ NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
                                        const NVFP4_CallOptions *call,
                                        int32_t *next,
                                        NVFP4_Status *statuses);
+
+/**
+ * Copies log-probabilities of the last token that NVFP4_session_sample() or NVFP4_session_step_sample() chose for this session: first that
+ * token with its own, then the most probable ones, among which it may be again. Writes their number to `count`: 1 +
+ * `top_log_probabilities`, or 0 if the options of that call asked for none; see ARRAYS OUT above.
+ *
+ * - `tokens`, `log_probabilities`: `capacity` elements each, or NULL for one that is not wanted.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_top_log_probabilities(NVFP4_Session *session,
+                                                 int32_t *tokens,
+                                                 float *log_probabilities,
+                                                 size_t capacity,
+                                                 size_t *count);
 
 /**
  * @defgroup chat Chat: conversations in the format that a model was trained on
