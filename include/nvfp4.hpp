@@ -1489,6 +1489,10 @@ struct GenerateOptions : NVFP4_GenerateOptions {
     std::vector<std::string> stop_texts;
     /** Stop tokens; used instead of the pointer `stop_tokens`. */
     std::vector<std::int32_t> stop_ids;
+    /** Tokens with the bias of their logits; used instead of the pointers `logit_bias_tokens` and `logit_biases`. */
+    std::vector<std::pair<std::int32_t, float>> biases;
+    /** Token sequences that are not completed; used instead of the pointers `bad_words`. */
+    std::vector<std::vector<std::int32_t>> bad_sequences;
 };
 
 inline Result<GenerateOptions> Model::generate_options() const
@@ -1508,11 +1512,21 @@ struct Piece {
     float log_probability;
     /** The kind of text: one of NVFP4_PART_*. A tool call is passed as a whole, as JSON. */
     std::int32_t part;
+    /** The most probable tokens with their log-probabilities, as many as the options ask for; valid as long as the text. */
+    const std::int32_t *top_tokens;
+    const float *top_log_probabilities;
+    std::size_t top_count;
 
     /** Not part of the interface. */
     static Piece of(const NVFP4_TokenEvent &event)
     {
-        return {event.token, std::string_view(event.text, event.text_length), event.log_probability, event.part};
+        return {event.token,
+                std::string_view(event.text, event.text_length),
+                event.log_probability,
+                event.part,
+                event.top_tokens,
+                event.top_log_probabilities,
+                event.top_count};
     }
 };
 
@@ -1534,6 +1548,20 @@ struct PlainOptions {
         plain.stop_string_count = strings.size();
         plain.stop_tokens = options.stop_ids.data();
         plain.stop_token_count = options.stop_ids.size();
+        for (const auto &[token, bias] : options.biases) {
+            bias_tokens.push_back(token);
+            bias_values.push_back(bias);
+        }
+        plain.logit_bias_tokens = bias_tokens.data();
+        plain.logit_biases = bias_values.data();
+        plain.logit_bias_count = bias_tokens.size();
+        for (const std::vector<std::int32_t> &word : options.bad_sequences) {
+            words.push_back(word.data());
+            word_lengths.push_back(word.size());
+        }
+        plain.bad_words = words.data();
+        plain.bad_word_lengths = word_lengths.data();
+        plain.bad_word_count = words.size();
     }
     PlainOptions(const PlainOptions &) = delete;
     PlainOptions &operator=(const PlainOptions &) = delete;
@@ -1541,6 +1569,10 @@ struct PlainOptions {
     NVFP4_GenerateOptions plain;
     std::vector<const char *> strings;
     std::vector<std::size_t> lengths;
+    std::vector<std::int32_t> bias_tokens;
+    std::vector<float> bias_values;
+    std::vector<const std::int32_t *> words;
+    std::vector<std::size_t> word_lengths;
 };
 
 /** NVFP4_session_chat() or NVFP4_session_chat_messages(). */
@@ -1625,9 +1657,25 @@ public:
         });
     }
     /** The next token, which is not appended. */
-    Result<std::int32_t> sample(const NVFP4_GenerateOptions &options = GenerateOptions())
+    Result<std::int32_t> sample(const GenerateOptions &options = {}) { return sample(detail::PlainOptions(options).plain); }
+    Result<std::int32_t> sample(const NVFP4_GenerateOptions &options)
     {
         return detail::value<std::int32_t>([&](std::int32_t *out) { return NVFP4_session_sample(get(), &options, out); });
+    }
+
+    /** The token of the last sample() or step_sample() and its log-probability, then the most probable ones, as its options asked. */
+    Result<std::vector<std::pair<std::int32_t, float>>> top_log_probabilities() const
+    {
+        std::size_t count = 0;
+        NVFP4_Status status = NVFP4_session_top_log_probabilities(get(), nullptr, nullptr, 0, &count);
+        std::vector<std::int32_t> tokens(count);
+        std::vector<float> values(count);
+        if (status == NVFP4_OK && count > 0)
+            status = NVFP4_session_top_log_probabilities(get(), tokens.data(), values.data(), count, &count);
+        std::vector<std::pair<std::int32_t, float>> out;
+        for (std::size_t i = 0; i < tokens.size(); i++)
+            out.emplace_back(tokens[i], values[i]);
+        return detail::result(status, std::move(out));
     }
 
     /** Generates tokens after those in the session. */
@@ -2189,9 +2237,12 @@ inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, S
         return detail::failure<Tokens>(detail::not_one_each(tokens.size(), " tokens for ", count));
     if (options.size() > 1 && options.size() != count)
         return detail::failure<Tokens>(detail::not_one_each(options.size(), " options for ", count));
+    std::vector<std::unique_ptr<detail::PlainOptions>> given;
+    for (std::size_t i = 0; i < options.size(); i++)
+        given.push_back(std::make_unique<detail::PlainOptions>(options.data()[i]));
     std::vector<const NVFP4_GenerateOptions *> each(count);
     for (std::size_t i = 0; i < count && options.size() > 0; i++)
-        each[i] = options.data() + (options.size() > 1 ? i : 0);
+        each[i] = &given[options.size() > 1 ? i : 0]->plain;
     Tokens next(count, -1);
     if (statuses != nullptr)
         statuses->assign(count, NVFP4_OK);

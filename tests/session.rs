@@ -7,6 +7,8 @@ mod forks;
 mod grammars;
 #[path = "session/prefixes.rs"]
 mod prefixes;
+#[path = "session/probabilities.rs"]
+mod probabilities;
 #[path = "session/saved.rs"]
 mod saved;
 #[path = "session/threads.rs"]

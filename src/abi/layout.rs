@@ -53,18 +53,20 @@ layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32, system_length: 40);
-layout!(NVFP4_GenerateOptions, 120, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
+layout!(NVFP4_GenerateOptions, 176, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
     ignore_model_stops: 24, replay: 28, log_probabilities: 32, drafts: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
     stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96,
-    grammar: 104, tool_calls: 112, reserved: 116);
+    grammar: 104, tool_calls: 112, top_log_probabilities: 116, presence_penalty: 120, frequency_penalty: 124, logit_bias_tokens: 128,
+    logit_biases: 136, logit_bias_count: 144, bad_words: 152, bad_word_lengths: 160, bad_word_count: 168);
 layout!(NVFP4_GrammarOptions, 8, struct_size: 0, kind: 4);
-layout!(NVFP4_TokenEvent, 40, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36);
+layout!(NVFP4_TokenEvent, 64, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36,
+    top_tokens: 40, top_log_probabilities: 48, top_count: 56);
 layout!(NVFP4_GenerationResult, 64, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
     first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56);
 layout!(NVFP4_QueueOptions, 24, struct_size: 0, running: 4, submissions: 8, events: 16);
 layout!(NVFP4_SubmitOptions, 24, struct_size: 0, priority: 4, deadline: 8, user: 16);
-layout!(NVFP4_QueueEvent, 56, generation: 0, user: 8, text: 16, text_length: 24, kind: 32, token: 36, part: 40, log_probability: 44,
-    finish: 48, status: 52);
+layout!(NVFP4_QueueEvent, 80, generation: 0, user: 8, text: 16, text_length: 24, kind: 32, token: 36, part: 40, log_probability: 44,
+    finish: 48, status: 52, top_tokens: 56, top_log_probabilities: 64, top_count: 72);
 layout!(NVFP4_TrainerOptions, 208, struct_size: 0, device_type: 4, device_index: 8, threads: 12, schedule: 16, clip: 20, weights: 24,
     first_moments: 28, second_moments: 32, release: 36, recompute: 40, last_blocks: 44, steps: 48, warmup: 56, seed: 64, rate: 72,
     floor: 80, decay_share: 88, weight_decay: 96, beta1: 104, beta2: 112, eps: 120, clip_norm: 128, delivered_share: 136,

@@ -24,8 +24,8 @@ use super::guard::{attempted, enter, enter_to_free};
 use super::handle::{self, Object};
 use super::model::{NVFP4_Model, token_out, tokens_in};
 use super::session::{
-    NVFP4_EVENT_TEXT, NVFP4_EVENT_TOKEN, NVFP4_FINISH_NONE, NVFP4_GenerateOptions,
-    NVFP4_PART_CONTENT, NVFP4_Session, Session, finish_number, part_number,
+    EventProbabilities, NVFP4_EVENT_TEXT, NVFP4_EVENT_TOKEN, NVFP4_FINISH_NONE,
+    NVFP4_GenerateOptions, NVFP4_PART_CONTENT, NVFP4_Session, Session, finish_number, part_number,
 };
 use super::status::{NVFP4_OK, NVFP4_Status};
 use crate::base::error::{Result, bail};
@@ -158,11 +158,18 @@ pub struct NVFP4_QueueEvent {
     pub finish: i32,
     /// At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK.
     pub status: NVFP4_Status,
+    /// The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities.
+    pub top_tokens: *const i32,
+    /// The natural logarithm of the probability of each of `top_tokens`.
+    pub top_log_probabilities: *const f32,
+    /// Elements of `top_tokens` and of `top_log_probabilities`.
+    pub top_count: usize,
 }
 
 // SAFETY: numbers and pointers without padding.
 unsafe impl Element for NVFP4_QueueEvent {
     const NAME: &'static str = "NVFP4_QueueEvent";
+    const EARLIER: &'static [usize] = &[56];
     fn defaults() -> Self {
         NVFP4_QueueEvent {
             generation: 0,
@@ -175,6 +182,9 @@ unsafe impl Element for NVFP4_QueueEvent {
             log_probability: f32::NAN,
             finish: NVFP4_FINISH_NONE,
             status: NVFP4_OK,
+            top_tokens: std::ptr::null(),
+            top_log_probabilities: std::ptr::null(),
+            top_count: 0,
         }
     }
 }
@@ -196,7 +206,7 @@ impl NVFP4_QueueEvent {
                 token,
                 part,
                 text,
-                log_probability,
+                probabilities,
             } => {
                 set_text(text);
                 out.kind = match token {
@@ -205,7 +215,11 @@ impl NVFP4_QueueEvent {
                 };
                 out.token = token.map_or(Ok(-1), token_out)?;
                 out.part = part_number(*part);
-                out.log_probability = log_probability.unwrap_or(f32::NAN);
+                let probabilities = EventProbabilities::of(probabilities.as_ref());
+                out.log_probability = probabilities.own;
+                out.top_tokens = probabilities.tokens;
+                out.top_log_probabilities = probabilities.values;
+                out.top_count = probabilities.count;
             }
             Happened::Ended(Ok(finish)) => out.finish = finish_number(*finish),
             Happened::Ended(Err(error)) => {
@@ -296,6 +310,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_release(queue: *mut NVFP4_Queue) -> 
 /// As the header says of the pointers.
 unsafe fn submit(
     function: &'static str,
+    is_chat: bool,
     queue: *const NVFP4_Queue,
     handle: *mut NVFP4_Session,
     generate: *const NVFP4_GenerateOptions,
@@ -332,8 +347,8 @@ unsafe fn submit(
     }
     // SAFETY: as above.
     let options = unsafe { generate.read() }?;
-    options.sampling.check()?;
     let queue = get(queue)?;
+    options.check(&queue.model, is_chat)?;
     let session = handle::get::<Session>("session", handle)?;
     let reserved = session.reserve()?;
     if !Arc::ptr_eq(reserved.value("session")?.session.model(), &queue.model) {
@@ -341,9 +356,6 @@ unsafe fn submit(
             InvalidArgument,
             "the session is of another model than the queue"
         );
-    }
-    if let Some(grammar) = &options.grammar {
-        queue.model.check_grammar(grammar)?;
     }
     let work = move |on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>| {
         attempted(function, || {
@@ -393,6 +405,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_generate(
             let tokens = tokens_in(slice("tokens", tokens, count)?)?;
             self::submit(
                 "NVFP4_queue_generate",
+                false,
                 queue,
                 session,
                 options,
@@ -425,6 +438,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_chat(
             let chat = NVFP4_ChatOptions::read(chat)?;
             self::submit(
                 "NVFP4_queue_chat",
+                true,
                 queue,
                 session,
                 options,
@@ -457,6 +471,7 @@ pub unsafe extern "C-unwind" fn NVFP4_queue_chat_messages(
             let chat = NVFP4_ChatOptions::read(chat)?;
             self::submit(
                 "NVFP4_queue_chat_messages",
+                true,
                 queue,
                 session,
                 options,

@@ -4,6 +4,13 @@
 //! alive. Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. Its
 //! length, memory and messages can be read at any time; during a call they are those from before the call. A call that
 //! fails leaves the session unchanged.
+//!
+//! LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
+//! `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
+//! defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
+//! stand at the end are excluded; the grammar excludes what does not fit. Then come `repetition_penalty`, `temperature`, `top_k`, `top_p` and
+//! `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this. On a GPU each
+//! choice copies its logits to the host if any of the first four is set, and a generation with any of these drafts nothing.
 
 use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
@@ -12,8 +19,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::arguments::{
-    self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, reserved,
-    results, slice, text,
+    self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, results,
+    slice, text,
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
 use super::grammar::NVFP4_Grammar;
@@ -28,8 +35,9 @@ use crate::base::memory::copied;
 use crate::base::{Error, ErrorKind, call};
 use crate::engine::Served;
 use crate::session::{
-    self, Eviction, Finish, Forks, GenerateOptions, Generation, MOST_DRAFTS, Part, Piece, Sampler,
-    SamplingOptions, SessionOptions, Submitted, ToolCalls,
+    self, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments, MOST_DRAFTS,
+    Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted,
+    TokenProbabilities, ToolCalls,
 };
 use crate::text::{Grammar, Message, ToolCall, messages_to_json};
 use serde_json::Value;
@@ -255,14 +263,32 @@ pub struct NVFP4_GenerateOptions {
     pub grammar: *const NVFP4_Grammar,
     /// One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
     pub tool_calls: i32,
-    /// Must be 0.
-    pub reserved: i32,
+    /// Passes log-probabilities of this many most probable tokens with each token, up to 20, and the token's own. See `log_probabilities`.
+    /// Default: 0.
+    pub top_log_probabilities: i32,
+    /// Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0.
+    pub presence_penalty: f32,
+    /// Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+    pub frequency_penalty: f32,
+    /// Tokens whose logits get a bias; several biases of one token add up. Default: NULL.
+    pub logit_bias_tokens: *const i32,
+    /// The bias of each of `logit_bias_tokens`: a finite number, which is added to the logit, or minus infinity, which excludes the token.
+    pub logit_biases: *const f32,
+    /// Elements of `logit_bias_tokens` and of `logit_biases`.
+    pub logit_bias_count: usize,
+    /// Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is
+    /// excluded. Default: NULL.
+    pub bad_words: *const *const i32,
+    /// Tokens of each of `bad_words`, at least 1.
+    pub bad_word_lengths: *const usize,
+    /// Elements of `bad_words` and of `bad_word_lengths`.
+    pub bad_word_count: usize,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerateOptions {
     const NAME: &'static str = "NVFP4_GenerateOptions";
-    const EARLIER: &'static [usize] = &[104];
+    const EARLIER: &'static [usize] = &[104, 120];
     fn defaults() -> Self {
         let defaults = GenerateOptions::default();
         NVFP4_GenerateOptions {
@@ -286,7 +312,15 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             call: std::ptr::null(),
             grammar: std::ptr::null(),
             tool_calls: NVFP4_TOOL_CALLS_FREE,
-            reserved: 0,
+            top_log_probabilities: 0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias_tokens: std::ptr::null(),
+            logit_biases: std::ptr::null(),
+            logit_bias_count: 0,
+            bad_words: std::ptr::null(),
+            bad_word_lengths: std::ptr::null(),
+            bad_word_count: 0,
         }
     }
 }
@@ -295,7 +329,6 @@ impl NVFP4_GenerateOptions {
     /// # Safety
     /// The arrays and texts must be readable.
     pub(super) unsafe fn read(&self) -> Result<GenerateOptions> {
-        reserved(self, self.reserved)?;
         // SAFETY: promised by the caller.
         let (stop_tokens, strings, lengths) = unsafe {
             (
@@ -317,11 +350,13 @@ impl NVFP4_GenerateOptions {
         Ok(GenerateOptions {
             max_tokens: self.max_tokens,
             sampling: self.sampling()?,
+            // SAFETY: as above.
+            adjustments: unsafe { self.adjustments() }?,
             stop_tokens: tokens_in(stop_tokens).map_err(|e| e.within("stop_tokens"))?,
             stop_strings,
             ignore_model_stops: flag("ignore_model_stops", self.ignore_model_stops)?,
             replay: flag("replay", self.replay)?,
-            log_probabilities: flag("log_probabilities", self.log_probabilities)?,
+            top_log_probabilities: self.top_log_probabilities()?,
             drafts: match self.drafts {
                 0 => None,
                 -1 => Some(0),
@@ -356,6 +391,42 @@ impl NVFP4_GenerateOptions {
             );
         }
         Ok(())
+    }
+
+    /// # Safety
+    /// The arrays must be readable.
+    unsafe fn adjustments(&self) -> Result<LogitAdjustments> {
+        // SAFETY: promised by the caller.
+        let (tokens, biases, words, lengths) = unsafe {
+            let (count, words) = (self.logit_bias_count, self.bad_word_count);
+            (
+                slice("logit_bias_tokens", self.logit_bias_tokens, count)?,
+                slice("logit_biases", self.logit_biases, count)?,
+                slice("bad_words", self.bad_words, words)?,
+                slice("bad_word_lengths", self.bad_word_lengths, words)?,
+            )
+        };
+        let tokens = tokens_in(tokens).map_err(|e| e.within("logit_bias_tokens"))?;
+        let words = words.iter().zip(lengths).enumerate();
+        Ok(LogitAdjustments {
+            bias: tokens.into_iter().zip(biases.iter().copied()).collect(),
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            bad_words: words
+                .map(|(i, (&word, &length))| {
+                    // SAFETY: as above.
+                    let word = unsafe { slice("its tokens", word, length) }.and_then(tokens_in);
+                    word.map_err(|e| e.within(format_args!("bad_words[{i}]")))
+                })
+                .collect::<Result<_>>()?,
+        })
+    }
+
+    /// How many most probable tokens are reported with a chosen one, if log-probabilities are.
+    fn top_log_probabilities(&self) -> Result<Option<usize>> {
+        let top = count("top_log_probabilities", self.top_log_probabilities.into())?;
+        let own = flag("log_probabilities", self.log_probabilities)?;
+        Ok((own || top > 0).then_some(top))
     }
 
     fn sampling(&self) -> Result<SamplingOptions> {
@@ -493,6 +564,13 @@ pub struct NVFP4_TokenEvent {
     pub log_probability: f32,
     /// The kind of text that this is, or that is to come: one of NVFP4_PART_*.
     pub part: i32,
+    /// The most probable tokens by the model's own logits, in descending order: `top_log_probabilities` of the options. Valid during the
+    /// callback, as are their log-probabilities.
+    pub top_tokens: *const i32,
+    /// The natural logarithm of the probability of each of `top_tokens`.
+    pub top_log_probabilities: *const f32,
+    /// Elements of `top_tokens` and of `top_log_probabilities`.
+    pub top_count: usize,
 }
 
 /// Receives each token when it is generated, and the text. Returns 0 to go on, anything else to end the generation, which
@@ -508,7 +586,37 @@ pub(super) fn part_number(part: Part) -> i32 {
     }
 }
 
+/// Log-probabilities of an event, with pointers to those of its piece.
+#[derive(Clone, Copy)]
+pub(super) struct EventProbabilities {
+    pub(super) own: f32,
+    pub(super) tokens: *const i32,
+    pub(super) values: *const f32,
+    pub(super) count: usize,
+}
+
+impl EventProbabilities {
+    pub(super) fn of(probabilities: Option<&TokenProbabilities>) -> Self {
+        match probabilities {
+            // An id is below the size of a vocabulary, and so an i32.
+            Some(known) if !known.top.is_empty() => EventProbabilities {
+                own: known.chosen,
+                tokens: known.top.as_ptr().cast(),
+                values: known.top_log_probabilities.as_ptr(),
+                count: known.top.len(),
+            },
+            _ => EventProbabilities {
+                own: probabilities.map_or(f32::NAN, |known| known.chosen),
+                tokens: std::ptr::null(),
+                values: std::ptr::null(),
+                count: 0,
+            },
+        }
+    }
+}
+
 fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
+    let probabilities = EventProbabilities::of(piece.probabilities);
     Ok(NVFP4_TokenEvent {
         struct_size: size_of::<NVFP4_TokenEvent>() as u32,
         kind: match piece.token {
@@ -519,8 +627,11 @@ fn event_of(piece: Piece<'_>) -> Result<NVFP4_TokenEvent> {
         index: 0,
         text: piece.text.as_ptr().cast(),
         text_length: piece.text.len(),
-        log_probability: piece.log_probability.unwrap_or(f32::NAN),
+        log_probability: probabilities.own,
         part: part_number(piece.part),
+        top_tokens: probabilities.tokens,
+        top_log_probabilities: probabilities.values,
+        top_count: probabilities.count,
     })
 }
 
@@ -755,9 +866,16 @@ pub unsafe extern "C-unwind" fn NVFP4_session_sample(
         let (out, options) = unsafe { (Out::new("token", token)?, self::options(options)?) };
         options.check_no_grammar("NVFP4_session_sample()")?;
         let sampler = Sampler::new(&options.sampling()?)?;
+        // SAFETY: as above.
+        let adjustments = unsafe { options.adjustments() }?;
+        let top = options.top_log_probabilities()?;
         let sample = |state: &mut State| {
             let mut sampler = sampler.after(state.session.appended());
-            token_out(state.session.sample(&mut sampler)?)
+            token_out(
+                state
+                    .session
+                    .sample_adjusted(&mut sampler, &adjustments, top)?,
+            )
         };
         // SAFETY: as above.
         out.set(unsafe { with_call(session, options.call, sample) }?);
@@ -1132,7 +1250,8 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step(
 /// sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
 ///
 /// - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
-///   session or for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of
+///   session or for all, takes the argmax. Logits that biases or bad words change, and those whose
+///   log-probabilities NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
 ///   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
 ///   with the status #NVFP4_CANCELLED; its progress callback is not called.
 /// - `call`, `statuses`: as for NVFP4_session_step().
@@ -1158,7 +1277,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
             // SAFETY: as above.
             false => unsafe { slice("options", options, count) }?.to_vec(),
         };
-        let sampling = each
+        let each = each
             .iter()
             .enumerate()
             .map(|(i, &options)| {
@@ -1168,22 +1287,35 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
                     options.check_no_grammar("a step")?;
                     let sampling = options.sampling()?;
                     sampling.check()?;
-                    Ok((sampling, Cancellation::read(options.call)?))
+                    Ok(StepArguments {
+                        sampling,
+                        adjustments: options.adjustments()?,
+                        top_log_probabilities: options.top_log_probabilities()?,
+                        cancellation: Cancellation::read(options.call)?,
+                    })
                 };
                 read().map_err(|e: Error| e.within(format_args!("options[{i}]")))
             })
-            .collect::<Result<Vec<(SamplingOptions, Cancellation)>>>()?;
+            .collect::<Result<Vec<StepArguments>>>()?;
         let goes_on = |i: usize| {
-            if sampling[i].1.is_set() {
+            if each[i].cancellation.is_set() {
                 bail!(Cancelled, "options[{i}]: cancelled");
             }
             Ok(())
         };
         let run = |sessions: &mut [&mut session::Session], tokens: &[u32], places: &[usize]| {
-            let sampling: Vec<_> = places.iter().map(|&i| &sampling[i].0).collect();
+            let choice = |(&i, session): (&usize, &&mut session::Session)| {
+                let choice = each[i].choice();
+                choice
+                    .check(session.model().spec().vocab_size)
+                    .map_err(|e| e.within(format_args!("options[{i}]")))?;
+                Ok(choice)
+            };
+            let choices = places.iter().zip(&*sessions).map(choice);
+            let choices = choices.collect::<Result<Vec<_>>>()?;
             // SAFETY: as above.
             unsafe { Cancellation::read(call) }?
-                .watch(|| session::step_choose(sessions, tokens, &sampling, true))
+                .watch(|| session::step_choose_with(sessions, tokens, &choices, true))
         };
         // SAFETY: as above.
         let Some((chosen, places)) = unsafe { step.run(goes_on, run) }? else {
@@ -1196,6 +1328,55 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
         }
         Ok(())
     })
+}
+
+/// Copies log-probabilities of the last token that NVFP4_session_sample() or NVFP4_session_step_sample() chose for this session: first that
+/// token with its own, then the most probable ones, among which it may be again. Writes their number to `count`: 1 +
+/// `top_log_probabilities`, or 0 if the options of that call asked for none; see ARRAYS OUT above.
+///
+/// - `tokens`, `log_probabilities`: `capacity` elements each, or NULL for one that is not wanted.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_session_top_log_probabilities(
+    session: *mut NVFP4_Session,
+    tokens: *mut i32,
+    log_probabilities: *mut f32,
+    capacity: usize,
+    count: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_session_top_log_probabilities", || {
+        with(session, |state| {
+            let (mut ids, mut values) = (Vec::new(), Vec::new());
+            if let Some((token, known)) = state.session.choice() {
+                ids = tokens_out(&[&[token], &known.top[..]].concat())?;
+                values = [&[known.chosen], &known.top_log_probabilities[..]].concat();
+            }
+            // SAFETY: the pointers are as the header asks.
+            unsafe {
+                let room = |is_null: bool| if is_null { 0 } else { capacity };
+                copy_items(&ids, tokens, room(tokens.is_null()), count)?;
+                let room = room(log_probabilities.is_null());
+                copy_items(&values, log_probabilities, room, count)
+            }
+        })
+    })
+}
+
+/// The options of one session in a step.
+struct StepArguments {
+    sampling: SamplingOptions,
+    adjustments: LogitAdjustments,
+    top_log_probabilities: Option<usize>,
+    cancellation: Cancellation,
+}
+
+impl StepArguments {
+    fn choice(&self) -> StepChoice<'_> {
+        StepChoice {
+            sampling: &self.sampling,
+            adjustments: &self.adjustments,
+            top_log_probabilities: self.top_log_probabilities,
+        }
+    }
 }
 
 /// The arguments of a step of several sessions.

@@ -2,17 +2,24 @@
 
 use std::sync::Arc;
 
+use super::adjustments::Adjuster;
 use super::next::Next;
-use super::{SamplingOptions, Session};
+use super::probabilities::check_top;
+use super::{LogitAdjustments, SamplingOptions, Session, TokenProbabilities};
 use crate::base::error::bail;
 use crate::base::{Error, Result};
+use crate::cpu::Cpu;
 use crate::engine::NewTokens;
 use crate::model::{Choice, Output, Wanted};
+use crate::ops::{Device, sample};
 
 /// Appends `tokens[i]` to `sessions[i]` and runs all sessions in one pass over the weights. If the pass fails, every session is as it was
 /// before. Cancelled with the thread's [`call`](crate::base::call).
 pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
-    let (rows, logits) = stepped(sessions, tokens, None, false)?;
+    let on_device = vec![None; tokens.len()];
+    let done = |_: &[&mut Session], rows, logits| Ok((rows, logits));
+    let (rows, logits): (Vec<Output>, Vec<f32>) =
+        stepped(sessions, tokens, &on_device, false, done)?;
     for (session, row) in sessions.iter_mut().zip(rows) {
         let vocabulary = session.model.spec().vocab_size;
         if let Output::Logits(rows) = row {
@@ -23,6 +30,18 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
     Ok(())
 }
 
+/// How a step chooses the next token of a session.
+#[derive(Clone, Copy, Debug)]
+pub struct StepChoice<'a> {
+    /// Sampling settings.
+    pub sampling: &'a SamplingOptions,
+    /// Changes of the logits before the choice, without penalties that count the tokens of a generation.
+    pub adjustments: &'a LogitAdjustments,
+    /// Keeps log-probabilities of the chosen token, and of this many most probable ones, for [`Session::choice`], which copies the logits
+    /// to the host.
+    pub top_log_probabilities: Option<usize>,
+}
+
 /// Like [`step`], and returns each session's next token, chosen by `options[i]` as a generation would choose it, without appending it. On a
 /// GPU the logits stay on the device; with `look_ahead` the device starts to run those tokens before the next call asks for it.
 pub fn step_choose(
@@ -31,42 +50,154 @@ pub fn step_choose(
     options: &[&SamplingOptions],
     look_ahead: bool,
 ) -> Result<Vec<u32>> {
-    if options.len() != sessions.len() {
+    let adjustments = &LogitAdjustments::default();
+    let choices: Vec<_> = options
+        .iter()
+        .map(|sampling| StepChoice {
+            sampling,
+            adjustments,
+            top_log_probabilities: None,
+        })
+        .collect();
+    step_choose_with(sessions, tokens, &choices, look_ahead)
+}
+
+/// As [`step_choose`], from adjusted logits. Logits that are adjusted, or of which log-probabilities are kept, are
+/// copied to the host, those of the other sessions are not.
+pub fn step_choose_with(
+    sessions: &mut [&mut Session],
+    tokens: &[u32],
+    choices: &[StepChoice<'_>],
+    look_ahead: bool,
+) -> Result<Vec<u32>> {
+    if choices.len() != sessions.len() {
         bail!(
             InvalidArgument,
             "{} sampling options for {} sessions; each session takes one",
-            options.len(),
+            choices.len(),
             sessions.len()
         );
     }
-    for (i, options) in options.iter().enumerate() {
-        options
-            .check()
-            .map_err(|e| e.within(format_args!("session {i}")))?;
+    for (i, (choice, session)) in choices.iter().zip(&*sessions).enumerate() {
+        choice
+            .check(session.model.spec().vocab_size)
+            .map_err(|e| numbered(i, e))?;
     }
-    let each = options.iter().zip(&*sessions);
-    let options: Vec<SamplingOptions> = each.map(|(o, s)| o.seeded_by(s.seed)).collect();
-    let (outputs, _) = stepped(sessions, tokens, Some(&options), look_ahead)?;
-    let tokens = outputs.into_iter().map(|output| match output {
-        Output::Token(token) => Ok(token),
-        other => bail!(Internal, "{other:?} in the place of a token"),
-    });
-    let next: Vec<u32> = tokens.collect::<Result<_>>()?;
-    for ((session, options), &token) in sessions.iter_mut().zip(&options).zip(&next) {
-        if options.is_greedy() {
+    let each = choices.iter().zip(&*sessions);
+    let options: Vec<_> = each
+        .map(|(choice, session)| choice.sampling.seeded_by(session.seed))
+        .collect();
+    let adjusters: Vec<_> = choices
+        .iter()
+        .map(|choice| Adjuster::new(choice.adjustments))
+        .collect();
+    let needs_logits =
+        |i: usize| adjusters[i].is_some() || choices[i].top_log_probabilities.is_some();
+    let on_device: Vec<_> = options
+        .iter()
+        .enumerate()
+        .map(|(i, options)| (!needs_logits(i)).then_some(options))
+        .collect();
+    let chosen = stepped(
+        sessions,
+        tokens,
+        &on_device,
+        look_ahead,
+        |sessions, outputs, logits| {
+            let on_host = OnHost {
+                choices,
+                options: &options,
+                adjusters: &adjusters,
+            };
+            on_host.choose(sessions, outputs, logits)
+        },
+    )?;
+    let each = sessions.iter_mut().zip(chosen).enumerate();
+    let next = each.map(|(i, (session, (token, probabilities)))| {
+        if !needs_logits(i) && options[i].is_greedy() {
             session.next.set_argmax(token);
         }
-    }
-    Ok(next)
+        session.choice = probabilities.map(|probabilities| (token, probabilities));
+        token
+    });
+    Ok(next.collect())
 }
 
-/// Appends a token to each session and runs it, with any pending tokens before it. Returns the logits, or with `options` the next tokens.
-fn stepped(
+/// A token that was chosen in a step, with log-probabilities if they are kept.
+type Chosen = (u32, Option<TokenProbabilities>);
+
+/// The choices of a step that are made from logits in host memory.
+struct OnHost<'a> {
+    choices: &'a [StepChoice<'a>],
+    /// Sampling settings of each session.
+    options: &'a [SamplingOptions],
+    /// Adjusters of the sessions whose logits are adjusted.
+    adjusters: &'a [Option<Adjuster<'a>>],
+}
+
+impl OnHost<'_> {
+    /// The next token of each session: that of its output, or one chosen from its logits, which are all of `logits`.
+    fn choose(
+        &self,
+        sessions: &[&mut Session],
+        outputs: Vec<Output>,
+        logits: Vec<f32>,
+    ) -> Result<Vec<Chosen>> {
+        let (mut next, mut places) = (Vec::new(), Vec::new());
+        // Log-probabilities are those of the model's own logits.
+        let mut adjusted = logits.clone();
+        for (i, output) in outputs.into_iter().enumerate() {
+            match output {
+                Output::Token(token) => next.push((token, None)),
+                Output::Logits(rows) => {
+                    let vocabulary = sessions[i].model.spec().vocab_size;
+                    let row = rows.start * vocabulary..rows.end * vocabulary;
+                    if let Some(adjuster) = &self.adjusters[i] {
+                        adjuster.adjust(&mut adjusted[row.clone()], &sessions[i].tokens);
+                    }
+                    places.push((i, row));
+                    next.push((0, None));
+                }
+                other => bail!(Internal, "{other:?} in the place of a token"),
+            }
+        }
+        let choices: Vec<_> = places
+            .iter()
+            .map(|&(i, _)| Choice {
+                options: &self.options[i],
+                draw: sessions[i].appended() as u64,
+                history: &sessions[i].tokens,
+                allowed: None,
+            })
+            .collect();
+        let Some(&(first, _)) = places.first() else {
+            return Ok(next);
+        };
+        // A GPU has no threads of the host.
+        let cpu = match sessions[first].model.device() {
+            Device::Cpu(cpu) => cpu.clone(),
+            Device::Cuda(_) => Cpu::new(Some(1))?,
+        };
+        let chosen = sample::sample_rows(&adjusted, &choices, &cpu, &mut Vec::new());
+        for ((i, row), token) in places.into_iter().zip(chosen) {
+            let token = token.map_err(|e| numbered(i, e))?;
+            let top = self.choices[i].top_log_probabilities;
+            let probabilities = top.map(|top| TokenProbabilities::of(&logits[row], token, top));
+            next[i] = (token, probabilities);
+        }
+        Ok(next)
+    }
+}
+
+/// Appends a token to each session and runs it, with any pending tokens before it. Returns what `finish` makes of the next tokens of those
+/// with `options`, and the logits of the others. If it fails, every session is as it was before.
+fn stepped<T: Default>(
     sessions: &mut [&mut Session],
     tokens: &[u32],
-    options: Option<&[SamplingOptions]>,
+    options: &[Option<&SamplingOptions>],
     look_ahead: bool,
-) -> Result<(Vec<Output>, Vec<f32>)> {
+    finish: impl FnOnce(&[&mut Session], Vec<Output>, Vec<f32>) -> Result<T>,
+) -> Result<T> {
     if sessions.len() != tokens.len() {
         bail!(
             InvalidArgument,
@@ -76,7 +207,7 @@ fn stepped(
         );
     }
     let Some((first, rest)) = sessions.split_first() else {
-        return Ok((Vec::new(), Vec::new()));
+        return Ok(T::default());
     };
     if let Some(i) = rest
         .iter()
@@ -94,7 +225,8 @@ fn stepped(
         .iter()
         .map(|s| Ok((s.len(), (!s.fits(1)).then(|| s.saved()).transpose()?)))
         .collect::<Result<_>>()?;
-    let result = run(sessions, tokens, options, look_ahead);
+    let result = run(sessions, tokens, options, look_ahead)
+        .and_then(|(outputs, logits)| finish(sessions, outputs, logits));
     if result.is_err() {
         for (session, (len, saved)) in sessions.iter_mut().zip(saved) {
             match saved {
@@ -109,11 +241,10 @@ fn stepped(
 fn run(
     sessions: &mut [&mut Session],
     tokens: &[u32],
-    options: Option<&[SamplingOptions]>,
+    options: &[Option<&SamplingOptions>],
     look_ahead: bool,
 ) -> Result<(Vec<Output>, Vec<f32>)> {
     let model = sessions[0].model.clone();
-    let numbered = |i: usize, e: Error| e.within(format_args!("session {i}"));
     for (i, (session, &token)) in sessions.iter_mut().zip(tokens).enumerate() {
         session.make_room(1).map_err(|e| numbered(i, e))?;
         session.push(&[token]);
@@ -131,10 +262,10 @@ fn run(
         NewTokens {
             tokens: &history[session.cache.len()..],
             sequence: &mut session.cache,
-            wanted: match options {
+            wanted: match options[i] {
                 None => Wanted::Last,
                 Some(options) => Wanted::Token(Choice {
-                    options: &options[i],
+                    options,
                     draw: appended,
                     history,
                     allowed: None,
@@ -150,4 +281,19 @@ fn run(
         .enumerate()
         .map(|(i, output)| output.map_err(|fault| if alone { fault } else { numbered(i, fault) }));
     Ok((outputs.collect::<Result<_>>()?, logits))
+}
+
+/// The error of session `i` of a batch.
+fn numbered(i: usize, e: Error) -> Error {
+    e.within(format_args!("session {i}"))
+}
+
+impl StepChoice<'_> {
+    /// Fails for settings that describe no choice from a vocabulary of `vocabulary` tokens, or no choice in a step.
+    pub fn check(&self, vocabulary: usize) -> Result<()> {
+        self.sampling.check()?;
+        self.adjustments.check(vocabulary)?;
+        check_top(self.top_log_probabilities)?;
+        self.adjustments.check_without_counts("a step")
+    }
 }

@@ -119,7 +119,7 @@ impl Session {
         let chat = chat.unwrap_or(&self.conversation.options).clone();
         self.or_cancelled(options, |session| {
             session.follow_drafts(options)?;
-            session.check_held(options, true)?;
+            options.check(&session.model, true)?;
             for name in session.model.chat_template().unread(&chat.variables) {
                 tracing::warn!(
                     "the model's chat template never reads '{name}', so that it changes nothing"

@@ -67,8 +67,7 @@ impl Session {
 
     /// The drafts of a generation with these options.
     pub(super) fn drafts_of(&self, options: &GenerateOptions) -> Drafts {
-        let needs_logits = options.replay || options.log_probabilities || options.is_held();
-        if !self.cache.drafts() || needs_logits {
+        if !self.cache.drafts() || options.needs_logits() {
             return Drafts::default();
         }
         let own = match options.ignore_model_stops {

@@ -6,10 +6,12 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::adjustments::Adjuster;
 use super::answer::Answer;
 use super::constraint::{Constraint, Next};
 use super::drafts::{DraftCounts, Drafts};
-use super::options::{Finish, GenerateOptions, ToolCalls};
+use super::options::{Finish, GenerateOptions};
+use super::probabilities::TokenProbabilities;
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, call, memory};
@@ -87,9 +89,8 @@ pub struct Piece<'a> {
     pub part: Part,
     /// The text that the token completes; empty while a character or a possible stop string is incomplete.
     pub text: &'a str,
-    /// If requested, the natural logarithm of the token's probability in the model's own distribution, before temperature, penalties and
-    /// the like.
-    pub log_probability: Option<f32>,
+    /// If requested, log-probabilities of the token and of the most probable ones; `None` for tokens that a grammar forces.
+    pub probabilities: Option<&'a TokenProbabilities>,
 }
 
 /// Tokens that take longer to run than a step may.
@@ -117,7 +118,7 @@ impl Session {
         self.or_cancelled(options, |session| {
             session.model.check_tokens(prompt)?;
             session.follow_drafts(options)?;
-            session.check_held(options, false)?;
+            options.check(&session.model, false)?;
             session.undone_on_error(|session| {
                 let model = session.model.clone();
                 let _generating = model.generates(&session.cache);
@@ -155,29 +156,6 @@ impl Session {
         }
     }
 
-    /// Refuses a grammar of another model, and options that exclude each other.
-    pub(super) fn check_held(&self, options: &GenerateOptions, is_chat: bool) -> Result<()> {
-        if let Some(grammar) = &options.grammar {
-            self.model.check_grammar(grammar)?;
-        }
-        if options.tool_calls == ToolCalls::Free {
-            return Ok(());
-        }
-        if !is_chat {
-            bail!(
-                InvalidArgument,
-                "tool calls can be held in a chat, which offers tools, and not in other generations"
-            );
-        }
-        if options.grammar.is_some() {
-            bail!(
-                InvalidArgument,
-                "a generation holds either its tool calls or all of its text, to a grammar; choose one"
-            );
-        }
-        Ok(())
-    }
-
     /// The generation loop, of a session that [generates](crate::engine::Served::generates). Its tokens continue `text`, and also `answer` in a
     /// chat. They are `held` to a grammar, if there is one.
     pub(super) fn generate_text(
@@ -204,6 +182,7 @@ impl Session {
         }
         let mut replayed = Vec::new();
         let mut drafts = self.drafts_of(options);
+        let mut adjuster = Adjuster::new(&options.adjustments);
         let mut broke = false;
         let mut first = None;
         // Tokens that are appended instead of sampled ones: those that end the reasoning early, and those that a grammar forces.
@@ -246,13 +225,14 @@ impl Session {
                         &mut sampler,
                         options,
                         left,
+                        adjuster.as_mut(),
                         mask,
                         &mut drafts,
                         &mut replayed,
                     )
                 }),
             };
-            let (token, log_probability) = match chosen {
+            let (token, probabilities) = match chosen {
                 Ok(token) if !call::is_over() => token,
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
                 _ => {
@@ -292,6 +272,9 @@ impl Session {
             if let Some(held) = &mut held {
                 held.push(token)?;
             }
+            if let Some(adjuster) = &mut adjuster {
+                adjuster.push(token);
+            }
             self.push(&[token]);
             out.tokens.push(token);
             let (shown, finish) = text.push(token);
@@ -318,7 +301,7 @@ impl Session {
                     token: named.take(),
                     part: *part,
                     text,
-                    log_probability,
+                    probabilities: probabilities.as_ref(),
                 })
                 .is_break()
             });
@@ -342,17 +325,19 @@ impl Session {
         Ok(out)
     }
 
-    /// The next token of at most `left`, one that `mask` allows, with its log-probability if requested.
+    /// The next token of at most `left`, from adjusted logits, one that `mask` allows, with log-probabilities if requested.
     fn chosen(
         &mut self,
         sampler: &mut Sampler,
         options: &GenerateOptions,
         left: usize,
+        adjuster: Option<&mut Adjuster<'_>>,
         mask: Option<TokenMask<'_>>,
         drafts: &mut Drafts,
         replayed: &mut Vec<f32>,
-    ) -> Result<(u32, Option<f32>)> {
-        if !options.replay && !options.log_probabilities && mask.is_none() {
+    ) -> Result<(u32, Option<TokenProbabilities>)> {
+        let is_plain = mask.is_none() && adjuster.is_none();
+        if is_plain && !options.replay && options.top_log_probabilities.is_none() {
             if let Some(token) = self.next_by_drafts(sampler, drafts, left)? {
                 return Ok((token, None));
             }
@@ -373,9 +358,13 @@ impl Session {
                 self.flushed()?
             }
         };
-        let token = sampler.sample_within(logits, &self.tokens, mask)?;
-        let wanted = options.log_probabilities;
-        Ok((token, wanted.then(|| log_probability(logits, token))))
+        let adjusted = match adjuster {
+            Some(adjuster) => adjuster.adjusted(logits, &self.tokens)?,
+            None => logits,
+        };
+        let token = sampler.sample_within(adjusted, &self.tokens, mask)?;
+        let probabilities = |top| TokenProbabilities::of(logits, token, top);
+        Ok((token, options.top_log_probabilities.map(probabilities)))
     }
 
     /// Ends a text: passes on what was held back unless `broke`, and records the outcome.
@@ -409,7 +398,7 @@ impl Session {
                     token: None,
                     part: *part,
                     text,
-                    log_probability: None,
+                    probabilities: None,
                 })
                 .is_break()
             });
@@ -449,28 +438,4 @@ impl Session {
 /// Stage of the answer that the next token belongs to.
 fn stage(answer: &Option<Answer>) -> AnswerStage<'_> {
     answer.as_ref().map_or(AnswerStage::Content, Answer::stage)
-}
-
-/// The natural logarithm of the softmax probability of `token`.
-fn log_probability(logits: &[f32], token: u32) -> f32 {
-    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&l| f64::from(l - most).exp()).sum();
-    (f64::from(logits[token as usize] - most) - sum.ln()) as f32
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn log_probabilities_are_those_of_the_softmax() {
-        let logits = [0.0, 1.0, f32::NEG_INFINITY, 3.0];
-        let sum = 1.0 + 1f64.exp() + 3f64.exp();
-        for (token, expected) in [(0, -sum.ln()), (3, 3.0 - sum.ln())] {
-            assert!((f64::from(log_probability(&logits, token)) - expected).abs() < 1e-6);
-        }
-        assert_eq!(log_probability(&logits, 2), f32::NEG_INFINITY);
-        // Large ones do not overflow.
-        assert_eq!(log_probability(&[1e38, -1e38], 0), 0.0);
-    }
 }

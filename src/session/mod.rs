@@ -5,6 +5,7 @@
 //! calls may differ by rounding, unless the model is [deterministic](crate::model::LoadOptions::deterministic). See
 //! [`Model::run`](crate::model::Model::run).
 
+mod adjustments;
 mod answer;
 mod batch;
 mod chat;
@@ -16,6 +17,7 @@ mod generate;
 mod next;
 mod options;
 mod pace;
+mod probabilities;
 mod queue;
 mod sampler;
 mod state_file;
@@ -31,23 +33,27 @@ use crate::engine::{NewTokens, Sequence, Served};
 use crate::model::{KvType, Logits, Output, Scratch, Wanted};
 
 pub use crate::model::SamplingOptions;
+pub use adjustments::LogitAdjustments;
 pub use answer::Part;
-pub use batch::{step, step_choose};
+pub use batch::{StepChoice, step, step_choose, step_choose_with};
 pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
 pub use forks::{Forked, Forks};
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS, ToolCalls};
+pub use probabilities::{MOST_TOP, TokenProbabilities};
 pub use queue::{
     Happened, Queue, QueueCounts, QueueEvent, QueueOptions, Submission, Submitted, Work,
 };
 pub use sampler::Sampler;
 pub use transcript::Transcript;
 
+use adjustments::Adjuster;
 use conversation::{Conversation, Plan};
 use next::Next;
 use pace::Pace;
+use probabilities::check_top;
 
 /// Policy for tokens that no longer fit in the context.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -103,6 +109,8 @@ pub struct Session {
     /// The session before the current call, which it goes back to if that fails.
     before: Option<Saved>,
     forks: Arc<Forks<Session>>,
+    /// Log-probabilities of the last choice that asked for them.
+    choice: Option<(u32, TokenProbabilities)>,
 }
 
 /// A snapshot of a session, to roll back to.
@@ -158,6 +166,7 @@ impl Session {
             pace: Pace::default(),
             before: None,
             forks: Arc::default(),
+            choice: None,
         })
     }
 
@@ -226,6 +235,37 @@ impl Session {
     pub fn sample(&mut self, sampler: &mut Sampler) -> Result<u32> {
         self.flush()?;
         sampler.sample(self.flushed()?, &self.tokens)
+    }
+
+    /// As [`sample`](Self::sample), from adjusted logits. With `top` it keeps log-probabilities for [`choice`](Self::choice). Fails for
+    /// penalties that count the tokens of a generation.
+    pub fn sample_adjusted(
+        &mut self,
+        sampler: &mut Sampler,
+        adjustments: &LogitAdjustments,
+        top: Option<usize>,
+    ) -> Result<u32> {
+        adjustments.check(self.model.spec().vocab_size)?;
+        adjustments.check_without_counts("a choice without a generation")?;
+        check_top(top)?;
+        self.flush()?;
+        let logits = self.flushed()?;
+        let token = match Adjuster::new(adjustments) {
+            None => sampler.sample(logits, &self.tokens)?,
+            Some(mut adjuster) => {
+                sampler.sample(adjuster.adjusted(logits, &self.tokens)?, &self.tokens)?
+            }
+        };
+        let probabilities = |top| (token, TokenProbabilities::of(logits, token, top));
+        self.choice = top.map(probabilities);
+        Ok(token)
+    }
+
+    /// The token of the last single choice, by [`sample_adjusted`](Self::sample_adjusted) or in a [step](step_choose_with), with its
+    /// log-probabilities, if that asked for them.
+    pub fn choice(&self) -> Option<(u32, &TokenProbabilities)> {
+        let (token, probabilities) = self.choice.as_ref()?;
+        Some((*token, probabilities))
     }
 
     /// Drops the tokens from `len` on. The conversation is truncated to match: it ends within the answer that contains `len`, or with the

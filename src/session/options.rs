@@ -4,7 +4,10 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use crate::base::call;
+use super::LogitAdjustments;
+use super::probabilities::check_top;
+use crate::base::error::bail;
+use crate::base::{Result, call};
 use crate::engine::Served;
 use crate::model::SamplingOptions;
 use crate::text::Grammar;
@@ -29,6 +32,9 @@ pub struct GenerateOptions {
     pub max_tokens: usize,
     /// Sampling settings.
     pub sampling: SamplingOptions,
+    /// Changes of the logits before each choice. A generation with any drafts nothing. On a GPU its logits are copied to the host for each
+    /// choice.
+    pub adjustments: LogitAdjustments,
     /// Tokens that end the text, besides the model's own. The token that ends it is not part of the sequence.
     pub stop_tokens: Vec<u32>,
     /// Strings that end the text, and are not part of it. Their tokens stay in the sequence. A generated special token gives no text, but
@@ -38,11 +44,12 @@ pub struct GenerateOptions {
     pub ignore_model_stops: bool,
     /// Computes every token from the whole sequence, without cached keys and values; slow, for comparison.
     pub replay: bool,
-    /// Reports each token's log-probability, which copies its logits to the host.
-    pub log_probabilities: bool,
+    /// Reports each token's log-probability, and those of this many most probable tokens, at most [`MOST_TOP`](super::MOST_TOP), which
+    /// copies its logits to the host. `None` reports neither.
+    pub top_log_probabilities: Option<usize>,
     /// Most tokens that the model's drafter guesses in a step, up to [`MOST_DRAFTS`]; one pass of the model verifies them. 0 drafts none.
     /// The default, `None`, drafts on the CPU if the model has a drafter, while that is faster. A number is refused for a model without a
-    /// drafter, and on a GPU. A generation with [`replay`](Self::replay) or [`log_probabilities`](Self::log_probabilities) drafts nothing.
+    /// drafter, and on a GPU. A generation with [`replay`](Self::replay) or [`top_log_probabilities`](Self::top_log_probabilities) drafts nothing.
     ///
     /// A generation has the same tokens with drafts and without, greedy or sampled: each is a function of its logits and of the number of
     /// its draw, which counts positions, and the logits of verified tokens have the bits of steps of one token. This is stronger than the
@@ -66,11 +73,12 @@ impl Default for GenerateOptions {
         GenerateOptions {
             max_tokens: usize::MAX,
             sampling: SamplingOptions::default(),
+            adjustments: LogitAdjustments::default(),
             stop_tokens: Vec::new(),
             stop_strings: Vec::new(),
             ignore_model_stops: false,
             replay: false,
-            log_probabilities: false,
+            top_log_probabilities: None,
             drafts: None,
             grammar: None,
             tool_calls: ToolCalls::Free,
@@ -80,8 +88,43 @@ impl Default for GenerateOptions {
 
 impl GenerateOptions {
     /// Whether a grammar decides on tokens.
-    pub(super) fn is_held(&self) -> bool {
+    fn is_held(&self) -> bool {
         self.grammar.is_some() || self.tool_calls != ToolCalls::Free
+    }
+
+    /// Whether the host needs the logits of each choice.
+    pub(super) fn needs_logits(&self) -> bool {
+        self.replay
+            || self.top_log_probabilities.is_some()
+            || self.is_held()
+            || !self.adjustments.is_none()
+    }
+
+    /// Checks them for a generation of `model`, or with `is_chat` for a chat turn: refuses a grammar of another model, tokens that the
+    /// model does not have, and options that exclude each other.
+    pub fn check(&self, model: &Served, is_chat: bool) -> Result<()> {
+        self.sampling.check()?;
+        self.adjustments.check(model.spec().vocab_size)?;
+        check_top(self.top_log_probabilities)?;
+        if let Some(grammar) = &self.grammar {
+            model.check_grammar(grammar)?;
+        }
+        if self.tool_calls == ToolCalls::Free {
+            return Ok(());
+        }
+        if !is_chat {
+            bail!(
+                InvalidArgument,
+                "tool calls can be held in a chat, which offers tools, and not in other generations"
+            );
+        }
+        if self.grammar.is_some() {
+            bail!(
+                InvalidArgument,
+                "a generation holds either its tool calls or all of its text, to a grammar; choose one"
+            );
+        }
+        Ok(())
     }
 
     /// The defaults, with the sampling settings recommended by the model's maker.

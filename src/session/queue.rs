@@ -10,7 +10,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
-use super::{Finish, Part, Piece};
+use super::{Finish, Part, Piece, TokenProbabilities};
 use crate::base::call::{self, Cancel, Watch};
 use crate::base::error::bail;
 use crate::base::ready_fd::ReadyFd;
@@ -84,8 +84,8 @@ pub enum Happened {
         part: Part,
         /// The text that the token completes.
         text: String,
-        /// The token's log-probability, if requested.
-        log_probability: Option<f32>,
+        /// Log-probabilities of the token and of the most probable ones, if requested.
+        probabilities: Option<TokenProbabilities>,
     },
     /// The generation has ended, and no event of it follows.
     Ended(Result<Finish>),
@@ -342,7 +342,7 @@ impl Shared {
                 token: piece.token,
                 part: piece.part,
                 text: memory::copied(piece.text)?,
-                log_probability: piece.log_probability,
+                probabilities: piece.probabilities.cloned(),
             },
         };
         let mut state = self.state();
@@ -622,7 +622,7 @@ mod tests {
                     token: Some(token),
                     part: Part::Content,
                     text: "x",
-                    log_probability: None,
+                    probabilities: None,
                 };
                 if on_piece(piece).is_break() {
                     return Ok(Finish::Cancelled);

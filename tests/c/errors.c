@@ -2,6 +2,7 @@
  * says why, and no result. The file NAMES has the names that the header declares, so that a function without a case here is
  * found out. */
 #include "check.h"
+#include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -996,6 +997,76 @@ static void grammars(NVFP4_Model *model)
     OK(NVFP4_grammar_release(grammar));
 }
 
+/* Wrong adjustments of logits are errors before a generation, a step or a choice begins. */
+static void adjustments(NVFP4_Model *model)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Session *session = NULL;
+    NVFP4_Queue *queue = NULL;
+    NVFP4_GenerateOptions how;
+    const NVFP4_GenerateOptions *each = &how;
+    int32_t token = 3, biased[2] = {5, 5};
+    float biases[2] = {1, 1};
+    const int32_t *words[1] = {biased};
+    size_t lengths[1] = {0}, held = 0, vocabulary = 0;
+    uint64_t number = 0;
+    OK(NVFP4_model_vocab_size(model, &vocabulary));
+    OK(NVFP4_session_create(model, NULL, &session));
+    OK(NVFP4_queue_create(model, NULL, &queue));
+    OK(NVFP4_session_prefill(session, &token, 1, NULL));
+    OK(NVFP4_generate_options_init(&how, sizeof how));
+    how.max_tokens = 2;
+    how.logit_bias_tokens = biased;
+    how.logit_biases = biases;
+    how.bad_words = words;
+    how.bad_word_lengths = lengths;
+    for (int i = 0; i < 8; i++) {
+        how.logit_bias_count = i < 4 ? 2 : 0;
+        how.bad_word_count = i == 4 || i == 5;
+        how.presence_penalty = i == 6 ? NAN : 0;
+        how.frequency_penalty = i == 7 ? INFINITY : 0;
+        biased[1] = i == 0 || i == 5 ? (int32_t)vocabulary : i == 1 ? -1 : 5;
+        biases[1] = i == 2 ? NAN : i == 3 ? INFINITY : -INFINITY;
+        lengths[0] = i == 4 ? 0 : 2;
+        BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+        SAYS(i < 2 || i == 5 ? "token" : i < 4 ? "the logit bias of token 5 is " : i == 4 ? "bad word 0 is empty" : "_penalty is ");
+        BAD(invalid, NVFP4_session_chat, session, "a", 1, NULL, &how, NULL, NULL, NULL);
+        BAD(invalid, NVFP4_queue_generate, queue, session, NULL, 0, &how, NULL, &number);
+        BAD(invalid, NVFP4_session_sample, session, &how, &token);
+        BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
+    }
+    how.frequency_penalty = 0;
+    for (how.top_log_probabilities = -1; how.top_log_probabilities < 22; how.top_log_probabilities += 22) {
+        BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+        BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
+    }
+    how.top_log_probabilities = 2;
+    OK(NVFP4_session_sample(session, &how, &token));
+    BAD(invalid, NVFP4_session_top_log_probabilities, session, biased, biases, 2, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_session_top_log_probabilities, session, biased, biases, 2, &held);
+    CHECK(held == 3);
+    HANDLE(NVFP4_session_top_log_probabilities, h, NULL, NULL, 0, &held);
+    how.top_log_probabilities = 0;
+    how.frequency_penalty = 0.5f;
+    BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
+    SAYS("logit bias");
+    OK(NVFP4_session_generate(session, &how, NULL, NULL, NULL));
+    how.bad_word_count = how.logit_bias_count = 1;
+    how.bad_words = NULL;
+    BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+    how.bad_words = words;
+    how.logit_biases = NULL;
+    BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+    words[0] = NULL;
+    how.logit_biases = biases;
+    BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+    SAYS("bad_words[0]");
+    OK(NVFP4_session_length(session, &held));
+    CHECK(held == 3);
+    OK(NVFP4_queue_release(queue));
+    OK(NVFP4_session_release(session));
+}
+
 /* Everything that is wrong with a batch is found before a step changes anything. */
 static void batches(NVFP4_Trainer *trainer)
 {
@@ -1348,6 +1419,7 @@ int main(int argc, char **argv)
     calls(model);
     detokenizers(model);
     grammars(model);
+    adjustments(model);
     data(argv[2]);
     training(argv[2]);
     optimizers(t, codes);

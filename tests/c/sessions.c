@@ -992,6 +992,8 @@ typedef struct {
     char text[4 * MOST];
     size_t bytes, tokens;
     double sum;
+    int32_t top[2][3];
+    float values[2][3];
 } Told;
 
 static int32_t on_probability(void *user, const NVFP4_TokenEvent *event)
@@ -1000,6 +1002,10 @@ static int32_t on_probability(void *user, const NVFP4_TokenEvent *event)
     if (event->kind == NVFP4_EVENT_TOKEN) {
         told->tokens++;
         told->sum += event->log_probability;
+        for (size_t i = 0; i < event->top_count && i < 3; i++) {
+            told->top[told->tokens % 2][i] = event->top_tokens[i];
+            told->values[told->tokens % 2][i] = event->top_log_probabilities[i];
+        }
     }
     memcpy(told->text + told->bytes, event->text, event->text_length);
     told->bytes += event->text_length;
@@ -1034,6 +1040,25 @@ static void detokenizers(void)
     options.max_tokens = 1;
     OK(NVFP4_session_generate(session, &options, on_probability, &one, NULL));
     CHECK(fabs(one.sum - log(exp((double)logits[tokens[PROMPT + 59]]) / sum)) < 1e-4);
+
+    /* Log-probabilities of the most probable tokens, in events and of a choice. */
+    static Told most;
+    int32_t chosen, top[4];
+    float values[4];
+    options.top_log_probabilities = 3;
+    OK(NVFP4_session_truncate(session, PROMPT + 59));
+    OK(NVFP4_session_sample(session, &options, &chosen));
+    OK(NVFP4_session_top_log_probabilities(session, top, values, 4, &count));
+    CHECK(count == 4 && top[0] == chosen);
+    OK(NVFP4_session_generate(session, &options, on_probability, &most, NULL));
+    CHECK(memcmp(most.top[1], top + 1, sizeof most.top[1]) == 0 && memcmp(most.values[1], values + 1, sizeof most.values[1]) == 0);
+    for (int i = 0; i < 4; i++) {
+        size_t above = 0;
+        for (int32_t t = 0; t < (int32_t)vocabulary; t++)
+            above += logits[t] > logits[top[i]];
+        CHECK(fabs(values[i] - log(exp((double)logits[top[i]]) / sum)) < 1e-4 && (i == 0 || above == (size_t)i - 1));
+    }
+    options.top_log_probabilities = 0;
 
     options.max_tokens = 60;
     const char *piece, *stop = text;

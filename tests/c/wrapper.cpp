@@ -625,6 +625,35 @@ void streams(const std::string &path)
         CHECK(status_of([&] { nvfp4::Grammar(model, "{\"type\": 3}"); }) == NVFP4_INVALID_ARGUMENT);
     }
 
+    /* Biases and bad words decide on tokens, wherever they are chosen. */
+    {
+        nvfp4::GenerateOptions biased = options;
+        biased.biases = {{7, 1e6f}, {8, 1e5f}, {9, -INFINITY}};
+        biased.bad_sequences = {{7, 7}, {7, 8, 7}};
+        nvfp4::Session asked(model);
+        asked.prefill({3, 4});
+        CHECK(asked.sample(biased) == 7);
+        nvfp4::Session *one = &asked;
+        CHECK(nvfp4::step_sample({one}, {7}, {biased}) == std::vector<std::int32_t>{8});
+        CHECK(asked.top_log_probabilities().empty());
+        biased.top_log_probabilities = 4;
+        CHECK(asked.sample(biased) == 7 || asked.sample(biased) == 8);
+        const auto top = asked.top_log_probabilities();
+        CHECK(top.size() == 5 && top[1].second >= top[2].second && top[1].second < 0);
+        std::size_t told = 0;
+        biased.max_tokens = 3;
+        asked.generate(biased, [&](const nvfp4::Piece &piece) {
+            CHECK(piece.token < 0 || (piece.top_count == 4 && piece.top_log_probabilities[0] >= piece.log_probability));
+            told += piece.token >= 0 && (told > 0 || piece.top_tokens[0] == top[1].first);
+        });
+        CHECK(told == 3);
+        const std::vector<std::int32_t> made = asked.tokens();
+        CHECK(made.size() == 6 && made[3] == 8 && made[4] != 7 && made[5] == 7);
+        biased.presence_penalty = 2e6f;
+        asked.generate(biased);
+        CHECK(asked.tokens().size() == 9);
+    }
+
     std::string text;
     nvfp4::Stream stream = session.ask("Hi", options);
     for (const nvfp4::Piece &piece : stream)

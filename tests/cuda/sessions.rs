@@ -10,7 +10,10 @@ use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::engine::Served;
 use NVFP4::model::{Device, KvType};
-use NVFP4::session::{self, GenerateOptions, Sampler, SamplingOptions, Session, SessionOptions};
+use NVFP4::session::{
+    self, GenerateOptions, LogitAdjustments, Sampler, SamplingOptions, Session, SessionOptions,
+    StepChoice,
+};
 
 use crate::common::{golden, ragged, recurrent, some_tokens, windows};
 use crate::support::{
@@ -90,6 +93,61 @@ fn a_step_ahead_changes_nothing() {
         let mut all: Vec<&mut Session> = sessions.iter_mut().collect();
         next = session::step_choose(&mut all, &next, &[&greedy; 3], true).unwrap();
         assert_eq!(next, [token; 3]);
+    }
+}
+
+#[test]
+fn adjusted_logits_decide_on_a_gpu_too() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let prompt = some_tokens(&model, 20);
+    let new = || prompted(&model, &with_context(200), &prompt);
+    let free = by_logits(&mut new(), 12);
+    // Excludes the tokens that come without it, but for the last.
+    let adjustments = LogitAdjustments {
+        bias: free[..11].iter().map(|&t| (t, f32::NEG_INFINITY)).collect(),
+        bad_words: vec![vec![free[11], free[11]]],
+        ..LogitAdjustments::default()
+    };
+    let allowed = |logits: &[f32], last: u32| {
+        let is_allowed = |i: usize| {
+            !free[..11].contains(&(i as u32)) && (i as u32 != free[11] || last != free[11])
+        };
+        (0..logits.len())
+            .filter(|&i| is_allowed(i))
+            .reduce(|b, i| if logits[i] > logits[b] { i } else { b })
+            .unwrap() as u32
+    };
+    let mut by_hand = new();
+    let mut want = Vec::new();
+    for _ in 0..12 {
+        let last = *by_hand.tokens().last().unwrap();
+        let token = allowed(by_hand.logits().unwrap(), last);
+        want.push(token);
+        by_hand.decode(token).unwrap();
+    }
+    let how = GenerateOptions {
+        max_tokens: 12,
+        ignore_model_stops: true,
+        adjustments,
+        ..GenerateOptions::default()
+    };
+    let made = new().generate(&how, &mut |_| ControlFlow::Continue(()));
+    assert_eq!(made.unwrap().tokens, want);
+    // Steps of a session with adjustments beside one without.
+    let none = LogitAdjustments::default();
+    let greedy = SamplingOptions::default();
+    let choice = |adjustments| StepChoice {
+        sampling: &greedy,
+        adjustments,
+        top_log_probabilities: None,
+    };
+    let choices = [choice(&how.adjustments), choice(&none)];
+    let (mut a, mut b) = (new(), new());
+    let mut next = vec![want[0], free[0]];
+    for i in 1..12 {
+        next = session::step_choose_with(&mut [&mut a, &mut b], &next, &choices, true).unwrap();
+        assert_eq!(next, [want[i], free[i]], "step {i}");
     }
 }
 

@@ -51,6 +51,7 @@ static partial class Tests
             Run("log-probabilities", LogProbabilities);
             Run("detokenizers", Detokenizers);
             Run("grammars", Grammars);
+            Run("adjustments", Adjustments);
             Run("exceptions from handlers", HandlersThrow);
             Run("typed exceptions", TypedExceptions);
             Run("conversations", Conversations);
@@ -747,6 +748,46 @@ static partial class Tests
         {
             chat.Ask("?", new GenerateOptions { ToolCalls = ToolCalls.Required, MaxTokens = 200 });
             Check(chat.ToolCalls.Count == 1 && chat.ToolCalls[0].Name == "weather", chat.Text);
+        }
+    }
+
+    /// Biases, penalties and bad words decide on tokens, wherever they are chosen.
+    static void Adjustments()
+    {
+        GenerateOptions options = Tokens(4);
+        options.LogitBias = new Dictionary<int, float> { { 7, 1e6f }, { 8, 1e5f }, { 9, float.NegativeInfinity } };
+        options.BadWords = new[] { new[] { 7, 7 }, new List<int> { 7, 8, 7 }.ToArray() };
+        using (var session = new Session(model))
+        {
+            session.Prefill(new[] { 3, 4 });
+            Same(7, session.Sample(options));
+            Same(8, Session.StepSample(new[] { session }, new[] { 7 }, new[] { options })[0]);
+            session.Generate(options);
+            int[] made = session.Tokens;
+            Check(made[3] == 8 && made[4] != 7 && made[5] == 7 && made[6] == 8, string.Join(" ", made));
+            Same(0, session.TopLogProbabilities.Length);
+            options.TopLogProbabilities = 2;
+            int chosen = session.Sample(options);
+            TokenProbability[] top = session.TopLogProbabilities;
+            Check(top.Length == 3 && top[0].Token == chosen && top[1].LogProbability >= top[2].LogProbability);
+            TokenEvent first = default(TokenEvent);
+            session.Generate(options, piece =>
+            {
+                first = piece;
+                return false;
+            });
+            Same(chosen, first.Token);
+            Check(first.Top.SequenceEqual(top.Skip(1)) && first.LogProbability == top[0].LogProbability);
+            session.Truncate(7);
+            options.PresencePenalty = 2e6f;
+            options.BadWords = null;
+            options.FrequencyPenalty = 1;
+            session.Generate(options);
+            made = session.Tokens.Skip(7).ToArray();
+            Check(made.Length == 4 && made.Distinct().Count() == 4, string.Join(" ", made));
+            Throws<Nvfp4ArgumentException>(() => session.Sample(options), "logit bias");
+            Throws<Nvfp4ArgumentException>(() => session.Generate(new GenerateOptions { BadWords = new[] { new int[0] } }), "bad word 0 is empty");
+            Throws<Nvfp4ArgumentException>(() => session.Generate(new GenerateOptions { LogitBias = new Dictionary<int, float> { { 5000, 1 } } }), "token 5000");
         }
     }
 

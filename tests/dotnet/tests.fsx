@@ -68,14 +68,20 @@ test "pipes of models and conversations" (fun () ->
     // Texts of a form.
     use form = model |> Grammar.choices [ "語😀"; "好語" ]
     same "好語" ("" |> Chat.askWith (Generate.defaults () |> Generate.grammar form) chat)
+    // Adjusted logits.
+    let hao, yu = (Model.encode model "好").[0], (Model.encode model "語").[0]
+    let adjusted = few |> Generate.logitBias [ yu, 1e6f ] |> Generate.badWords [ [ yu; yu ] ] |> Generate.presencePenalty 0.5f
+    let other = "" |> Chat.askWith (adjusted |> Generate.frequencyPenalty 0.5f) chat
+    if not (other.StartsWith "語") || other.Contains "語語" then failwithf "adjusted to %s" other
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""
     let mutable told = 0L, 0L
-    let watched = few |> Generate.logProbabilities |> Generate.progress (fun d total -> told <- d, total)
+    let watched = few |> Generate.logProbabilities |> Generate.topLogProbabilities 2 |> Generate.progress (fun d total -> told <- d, total)
     let handler (piece: TokenEvent) =
         if piece.Kind = TokenEventKind.Token then
             if not (piece.LogProbability <= 0.0f) then failwithf "a log-probability of %f" piece.LogProbability
+            if piece.Top.Count <> 2 then failwithf "%d most probable tokens" piece.Top.Count
             text <- text + fst (detokenizer.Push piece.Token)
         true
     let result = chat.Chat("!", TokenHandler handler, watched)

@@ -14,6 +14,7 @@ import gc
 import gzip
 import importlib.util
 import json
+import math
 import os
 import pickle
 import pty
@@ -214,7 +215,7 @@ class Types(unittest.TestCase):
     # Options of other names than their structs.
     NAMES = {"GenerateOptions": "GenerationOptions", "StepOptions": "OptimizerStepOptions", "ChatOptions": "TurnOptions"}
     # Options beside the fields of a struct.
-    MORE = {"GenerateOptions": {"stop"}, "ChatOptions": {"think"}}
+    MORE = {"GenerateOptions": {"stop", "logit_bias"}, "ChatOptions": {"think"}}
     # Fields that are no option by themselves, or are one by another name, or have a parameter of their own.
     OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system", "container", "calibrate", "user"}
 
@@ -223,7 +224,7 @@ class Types(unittest.TestCase):
 
     def test_options(self):
         for struct, fields in ((name, [field for field, *_ in getattr(native, name)._fields_]) for name in native.CHOSEN):
-            expected = {field for field in fields if field not in self.OTHERS and not re.search("^stop_|_(length|lengths|count)$", field)}
+            expected = {field for field in fields if field not in self.OTHERS and not re.search("^(stop_|logit_bias)|_(length|lengths|count)$", field)}
             if struct == "WeightOptions":
                 expected.discard("scale_layout")  # A Quantized says it.
             # Trainers have a parameter for it.
@@ -1431,6 +1432,51 @@ class Conversations(unittest.TestCase):
         stream.prefill([300])
         stream = stream.stream(grammar=nvfp4.Grammar.regex(self.model, "[ab]{20}"))
         self.assertRegex("".join(stream), "^[ab]{20}$")
+
+    def test_adjusted_logits(self):
+        how = {"logit_bias": {7: 1e6, 8: 1e5, 9: -math.inf}, "bad_words": [[7, 7], (7, 8, 7)], "ignore_model_stops": True}
+        session = self.model.session()
+        session.prefill([3, 4])
+        self.assertEqual(session.sample(**how), 7)
+        self.assertEqual(nvfp4.step_sample([session], [7], **how), [8])
+        session.generate(max_tokens=4, **how)
+        made = session.tokens[3:]
+        self.assertEqual((made[0], made[2:]), (8, [7, 8]))
+        self.assertNotEqual(made[1], 7)
+        session.generate(max_tokens=5, presence_penalty=2e6, **how)
+        self.assertEqual(len(set(session.tokens[-5:])), 5)
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "bad word 1 is empty"):
+            session.generate(bad_words=[[1], []])
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "logit bias 0 is of token 50000"):
+            self.model.chat().say("Hello", logit_bias={50000: 1.0})
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "pass what they subtract as logit bias", session.sample, frequency_penalty=1.0)
+        self.assertRaises(TypeError, session.generate, bad_words=["word"])
+        self.assertEqual(session.generate(max_tokens=1, logit_bias=None, bad_words=None, ignore_model_stops=True).generated_tokens, 1)
+        # Log-probabilities of the most probable tokens.
+        fork = session.fork()
+        logits = list(fork.logits())
+        total = max(logits) + math.log(sum(math.exp(x - max(logits)) for x in logits))
+        expected = sorted(((x - total, -token) for token, x in enumerate(logits)), reverse=True)[:5]
+        stream = fork.stream(max_tokens=3, top_log_probabilities=5, temperature=1.3, ignore_model_stops=True)
+        pieces = [piece for piece in stream if piece.token is not None]
+        self.assertEqual([len(piece.top_log_probabilities) for piece in pieces], [5] * 3)
+        for (token, value), (exact, minus) in zip(pieces[0].top_log_probabilities, expected):
+            self.assertEqual(token, -minus)
+            self.assertAlmostEqual(value, exact, 4)
+        nvfp4.step_sample([fork], [fork.tokens[-1]], top_log_probabilities=2)
+        (chosen, own), *top = fork.top_log_probabilities
+        self.assertEqual(((chosen, own), len(top)), (top[0], 2))
+        self.assertEqual(session.top_log_probabilities, [])
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "the 21 most probable", session.sample, top_log_probabilities=21)
+        # Words that came are completed no more.
+        how = {"max_tokens": 20, "ignore_model_stops": True, "temperature": 1.5, "seed": 5}
+        fork.generate(**how)
+        came = fork.tokens[-20:]
+        fork.truncate(len(fork) - 20)
+        fork.generate(bad_words=[came[2:4]], **how)
+        made = fork.tokens[-20:]
+        self.assertNotEqual(made, came)
+        self.assertNotIn(tuple(came[2:4]), list(zip(made, made[1:])))
 
     def test_tool_calls_are_held(self):
         # Whatever is drawn, a call of this form comes to its end.

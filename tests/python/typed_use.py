@@ -71,6 +71,9 @@ def sessions() -> None:
     session.generate(grammar=nvfp4.Grammar.choices(model, ["a"]), tool_calls="held")
 
     nvfp4.Model("model", device=0)  # type: ignore[arg-type]
+    session.generate(logit_bias={3: -1.5}, bad_words=[[1, 2], (3,)], presence_penalty=0.5, frequency_penalty=0.5)
+    assert_type(session.top_log_probabilities, List[Tuple[int, float]])
+    session.generate(bad_words=["a"])  # type: ignore[list-item]
     session.generate(grammar="a")  # type: ignore[arg-type]
     nvfp4.Grammar(model, "a", "glob")  # type: ignore[arg-type]
     nvfp4.Model("model", quantize={"recipe": "best"})  # type: ignore[arg-type]

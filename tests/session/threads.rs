@@ -28,7 +28,7 @@ fn options_of(thread: usize) -> GenerateOptions {
     let mut options = drawn(24 + thread);
     match thread % 4 {
         0 => options.sampling = SamplingOptions::default(),
-        1 => options.log_probabilities = true,
+        1 => options.top_log_probabilities = Some(3),
         2 => options.sampling.repetition_penalty = 1.3,
         _ => {}
     }

@@ -3,6 +3,7 @@
 namespace LibNVFP4.FSharp
 
 open System
+open System.Collections.Generic
 open System.Threading
 open System.Threading.Tasks
 open LibNVFP4
@@ -159,6 +160,19 @@ module Generate =
     /// Makes tokens that have occurred less likely.
     let repetitionPenalty value = changed (fun o -> o.RepetitionPenalty <- value)
 
+    /// Subtracted from the logits of tokens that the generation has at least once.
+    let presencePenalty value = changed (fun o -> o.PresencePenalty <- value)
+
+    /// Subtracted from the logit of a token once for each time that the generation has it.
+    let frequencyPenalty value = changed (fun o -> o.FrequencyPenalty <- value)
+
+    /// Numbers that are added to the logits of tokens; negative infinity excludes a token.
+    let logitBias (biases: (int * float32) seq) =
+        changed (fun o -> o.LogitBias <- biases |> Seq.map (fun (token, bias) -> KeyValuePair(token, bias)) |> Seq.toArray)
+
+    /// Token sequences that are not completed.
+    let badWords (words: int seq seq) = changed (fun o -> o.BadWords <- words)
+
     /// Fixes the draws.
     let seed (value: uint64) = changed (fun o -> o.Seed <- Nullable value)
 
@@ -176,6 +190,9 @@ module Generate =
 
     /// Has handlers told each token's log-probability.
     let logProbabilities (options: GenerateOptions) = changed (fun o -> o.LogProbabilities <- true) options
+
+    /// Has handlers told the most probable tokens with each token.
+    let topLogProbabilities count = changed (fun o -> o.TopLogProbabilities <- count)
 
     /// Tells a function how many tokens are run, and their total: those of the prompt, and then those that are generated.
     let progress (report: int64 -> int64 -> unit) = changed (fun o -> o.Progress <- ProgressHandler(fun ``done`` total -> report ``done`` total))

@@ -450,8 +450,27 @@ namespace LibNVFP4
         internal IntPtr Grammar;
         // One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
         internal int ToolCalls;
-        // Must be 0.
-        internal int Reserved;
+        // Passes log-probabilities of this many most probable tokens with each token, up to 20, and the token's own. See
+        // `log_probabilities`. Default: 0.
+        internal int TopLogProbabilities;
+        // Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0.
+        internal float PresencePenalty;
+        // Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+        internal float FrequencyPenalty;
+        // Tokens whose logits get a bias; several biases of one token add up. Default: NULL.
+        internal int* LogitBiasTokens;
+        // The bias of each of `logit_bias_tokens`: a finite number, which is added to the logit, or minus infinity, which excludes the
+        // token.
+        internal float* LogitBiases;
+        // Elements of `logit_bias_tokens` and of `logit_biases`.
+        internal UIntPtr LogitBiasCount;
+        // Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token
+        // is excluded. Default: NULL.
+        internal int** BadWords;
+        // Tokens of each of `bad_words`, at least 1.
+        internal UIntPtr* BadWordLengths;
+        // Elements of `bad_words` and of `bad_word_lengths`.
+        internal UIntPtr BadWordCount;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.
@@ -477,6 +496,13 @@ namespace LibNVFP4
         internal float LogProbability;
         // The kind of text that this is, or that is to come: one of NVFP4_PART_*.
         internal int Part;
+        // The most probable tokens by the model's own logits, in descending order: `top_log_probabilities` of the options. Valid during the
+        // callback, as are their log-probabilities.
+        internal int* TopTokens;
+        // The natural logarithm of the probability of each of `top_tokens`.
+        internal float* TopLogProbabilities;
+        // Elements of `top_tokens` and of `top_log_probabilities`.
+        internal UIntPtr TopCount;
     }
 
     // The result of a generation. Set `struct_size` before the call.
@@ -582,6 +608,12 @@ namespace LibNVFP4
         internal int Finish;
         // At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK.
         internal int Status;
+        // The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities.
+        internal int* TopTokens;
+        // The natural logarithm of the probability of each of `top_tokens`.
+        internal float* TopLogProbabilities;
+        // Elements of `top_tokens` and of `top_log_probabilities`.
+        internal UIntPtr TopCount;
     }
 
     // How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call only.
@@ -1686,14 +1718,24 @@ namespace LibNVFP4
         // already begun the next step when it is called.
         //
         // - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one session or
-        //   for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of tokens appended to
-        //   each session. If `options[i]->call` is cancelled before the pass begins, that session is left out with the status
-        //   #NVFP4_CANCELLED; its progress callback is not called.
+        //   for all, takes the argmax. Logits that biases or bad words change, and those whose log-probabilities
+        //   NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its
+        //   seed and on the number of tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that
+        //   session is left out with the status #NVFP4_CANCELLED; its progress callback is not called.
         // - `call`, `statuses`: as for NVFP4_session_step().
         // - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_step_sample(IntPtr* sessions, int* tokens, UIntPtr count, NativeGenerateOptions** options,
             NativeCallOptions* call, int* next, int* statuses);
+
+        // Copies log-probabilities of the last token that NVFP4_session_sample() or NVFP4_session_step_sample() chose for this session:
+        // first that token with its own, then the most probable ones, among which it may be again. Writes their number to `count`: 1 +
+        // `top_log_probabilities`, or 0 if the options of that call asked for none; see ARRAYS OUT above.
+        //
+        // - `tokens`, `log_probabilities`: `capacity` elements each, or NULL for one that is not wanted.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_top_log_probabilities(SessionHandle session, int* tokens, float* logProbabilities,
+            UIntPtr capacity, UIntPtr* count);
 
         // Chat: conversations in the format that a model was trained on.
 

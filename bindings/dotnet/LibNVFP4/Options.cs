@@ -316,6 +316,18 @@ namespace LibNVFP4
             }
         }
 
+        /// <summary>Subtracted from the logits of tokens that the generation has at least once. Default: 0.</summary>
+        public float PresencePenalty { get => Raw.PresencePenalty; set => Raw.PresencePenalty = value; }
+
+        /// <summary>Subtracted from the logit of a token once for each time that the generation has it. Default: 0.</summary>
+        public float FrequencyPenalty { get => Raw.FrequencyPenalty; set => Raw.FrequencyPenalty = value; }
+
+        /// <summary>Tokens with a number that is added to their logits; negative infinity excludes a token. Default: null, none.</summary>
+        public IEnumerable<KeyValuePair<int, float>> LogitBias { get; set; }
+
+        /// <summary>Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is excluded. Default: null, none.</summary>
+        public IEnumerable<IEnumerable<int>> BadWords { get; set; }
+
         /// <summary>Whether to treat the model's own stop tokens like any other token. Default: no.</summary>
         public bool IgnoreModelStops { get => Raw.IgnoreModelStops != 0; set => Raw.IgnoreModelStops = Interop.Flag(value); }
 
@@ -324,6 +336,9 @@ namespace LibNVFP4
 
         /// <summary>Whether handlers get each token's log-probability, which copies the logits of each token to the host. Default: no.</summary>
         public bool LogProbabilities { get => Raw.LogProbabilities != 0; set => Raw.LogProbabilities = Interop.Flag(value); }
+
+        /// <summary>How many of the most probable tokens handlers get with each token, with log-probabilities, up to 20; the token's own is told too. Default: 0.</summary>
+        public int TopLogProbabilities { get => Raw.TopLogProbabilities; set => Raw.TopLogProbabilities = value; }
 
         /// <summary>The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. The generated tokens are the same, on a GPU but for rounding. Default: 0, which drafts if the model has a drafter, while that is faster.</summary>
         public int Drafts { get => Raw.Drafts; set => Raw.Drafts = value; }

@@ -62,6 +62,33 @@ namespace LibNVFP4
                     Raw.StopStringLengths = (UIntPtr*)Pin(lengths.ToArray());
                     Raw.StopStringCount = Interop.Size(texts.Count);
                 }
+                if (options.LogitBias != null)
+                {
+                    var tokens = new List<int>();
+                    var biases = new List<float>();
+                    foreach (KeyValuePair<int, float> bias in options.LogitBias)
+                    {
+                        tokens.Add(bias.Key);
+                        biases.Add(bias.Value);
+                    }
+                    Raw.LogitBiasTokens = (int*)Pin(tokens.ToArray());
+                    Raw.LogitBiases = (float*)Pin(biases.ToArray());
+                    Raw.LogitBiasCount = Interop.Size(tokens.Count);
+                }
+                if (options.BadWords != null)
+                {
+                    var words = new List<IntPtr>();
+                    var lengths = new List<UIntPtr>();
+                    foreach (IEnumerable<int> word in options.BadWords)
+                    {
+                        int[] tokens = new List<int>(word).ToArray();
+                        words.Add(Pin(tokens));
+                        lengths.Add(Interop.Size(tokens.Length));
+                    }
+                    Raw.BadWords = (int**)Pin(words.ToArray());
+                    Raw.BadWordLengths = (UIntPtr*)Pin(lengths.ToArray());
+                    Raw.BadWordCount = Interop.Size(words.Count);
+                }
             }
             catch
             {

@@ -10,6 +10,30 @@ namespace LibNVFP4
     /// <summary>Receives each token when it is generated, with the text that it completes, and text without a token. Returns false to end the generation, which keeps that token.</summary>
     public delegate bool TokenHandler(TokenEvent piece);
 
+    /// <summary>A token with the natural logarithm of its probability by the model's own logits.</summary>
+    public struct TokenProbability
+    {
+        internal TokenProbability(int token, float logProbability)
+        {
+            Token = token;
+            LogProbability = logProbability;
+        }
+
+        /// <summary>The token.</summary>
+        public int Token { get; }
+
+        /// <summary>The natural logarithm of its probability.</summary>
+        public float LogProbability { get; }
+
+        internal static unsafe TokenProbability[] Read(int* tokens, float* values, UIntPtr count)
+        {
+            var all = new TokenProbability[checked((int)count.ToUInt64())];
+            for (int i = 0; i < all.Length; i++)
+                all[i] = new TokenProbability(tokens[i], values[i]);
+            return all;
+        }
+    }
+
     /// <summary>A token or a piece of text of a generation.</summary>
     public struct TokenEvent
     {
@@ -20,6 +44,7 @@ namespace LibNVFP4
             Text = Interop.Read(raw->Text, raw->TextLength);
             LogProbability = raw->LogProbability;
             Part = (Part)raw->Part;
+            Top = raw->TopCount == UIntPtr.Zero ? None : TokenProbability.Read(raw->TopTokens, raw->TopLogProbabilities, raw->TopCount);
         }
 
         internal unsafe TokenEvent(NativeQueueEvent* raw)
@@ -29,7 +54,10 @@ namespace LibNVFP4
             Text = Interop.Read(raw->Text, raw->TextLength);
             LogProbability = raw->LogProbability;
             Part = (Part)raw->Part;
+            Top = raw->TopCount == UIntPtr.Zero ? None : TokenProbability.Read(raw->TopTokens, raw->TopLogProbabilities, raw->TopCount);
         }
+
+        static readonly TokenProbability[] None = new TokenProbability[0];
 
         /// <summary>Whether it is a token.</summary>
         public TokenEventKind Kind { get; }
@@ -45,6 +73,9 @@ namespace LibNVFP4
 
         /// <summary>The natural logarithm of the token's probability by the model's own logits, before temperature, penalties and filters; NaN unless <see cref="GenerateOptions.LogProbabilities"/> asks for it.</summary>
         public float LogProbability { get; }
+
+        /// <summary>The most probable tokens, in descending order, as many as <see cref="GenerateOptions.TopLogProbabilities"/> asks for.</summary>
+        public IReadOnlyList<TokenProbability> Top { get; }
     }
 
     /// <summary>The result of a generation.</summary>
@@ -254,9 +285,9 @@ namespace LibNVFP4
         {
             int token = 0;
             using (var call = new Call(cancellation, options?.Progress, Handle))
+            using (var pinned = new PinnedOptions(options ?? new GenerateOptions()))
             {
-                // What concerns stops has no part in it, so there is nothing to pin but the numbers.
-                NativeGenerateOptions raw = (options ?? new GenerateOptions()).Raw;
+                NativeGenerateOptions raw = pinned.Raw;
                 raw.Call = call.Options;
                 var retry = new Retry();
                 int status;
@@ -266,6 +297,21 @@ namespace LibNVFP4
                 call.Finish(status);
             }
             return token;
+        }
+
+        /// <summary>The token that the last <see cref="Sample"/> or step chose for this session, and then the most probable ones; empty unless its options asked for log-probabilities.</summary>
+        public TokenProbability[] TopLogProbabilities
+        {
+            get
+            {
+                int[] tokens = Interop.Array<int>((buffer, capacity, count) =>
+                    Native.NVFP4_session_top_log_probabilities(Handle, (int*)buffer, null, capacity, count));
+                float[] values = Interop.Array<float>((buffer, capacity, count) =>
+                    Native.NVFP4_session_top_log_probabilities(Handle, null, (float*)buffer, capacity, count));
+                fixed (int* ids = tokens)
+                fixed (float* each = values)
+                    return TokenProbability.Read(ids, each, Interop.Size(tokens.Length));
+            }
         }
 
         /// <summary>Generates after the tokens in the session, which must not be empty: prefill a prompt first. <see cref="Text"/> has the text afterwards.</summary>
@@ -388,13 +434,29 @@ namespace LibNVFP4
             var next = new int[tokens == null ? 0 : tokens.Length];
             if (options.Count != next.Length)
                 throw new ArgumentException(options.Count + " options for " + next.Length + " tokens", nameof(options));
-            // What concerns stops has no part in it, so there is nothing to pin but the numbers.
             var raw = new NativeGenerateOptions[next.Length];
-            for (int i = 0; i < raw.Length; i++)
+            var pinned = new List<PinnedOptions>();
+            try
             {
-                raw[i] = (options[i] ?? new GenerateOptions()).Raw;
-                next[i] = -1;
+                for (int i = 0; i < raw.Length; i++)
+                {
+                    pinned.Add(new PinnedOptions(options[i] ?? new GenerateOptions()));
+                    raw[i] = pinned[i].Raw;
+                    next[i] = -1;
+                }
+                StepSample(sessions, tokens, raw, next, statuses, cancellation);
             }
+            finally
+            {
+                foreach (PinnedOptions one in pinned)
+                    one.Dispose();
+            }
+            return next;
+        }
+
+        static void StepSample(IList<Session> sessions, int[] tokens, NativeGenerateOptions[] raw, int[] next, Status[] statuses,
+            CancellationToken cancellation)
+        {
             WithHandles(sessions, tokens, statuses, cancellation, (handles, call) =>
             {
                 var each = new IntPtr[raw.Length];
@@ -410,7 +472,6 @@ namespace LibNVFP4
                         to, (int*)told);
                 }
             });
-            return next;
         }
 
         delegate int StepCall(IntPtr[] sessions, NativeCallOptions* call);

@@ -924,7 +924,19 @@ class GenerateOptions(Structure):
     - `grammar`: Holds the text to a grammar, in a chat the content of the answer: see the grammar chapter. It may be released while
       generations follow it. Default: NULL, none.
     - `tool_calls`: One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free.
-    - `reserved`: Must be 0.
+    - `top_log_probabilities`: Passes log-probabilities of this many most probable tokens with each token, up to 20, and the token's own.
+      See `log_probabilities`. Default: 0.
+    - `presence_penalty`: Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions.
+      Default: 0.
+    - `frequency_penalty`: Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+    - `logit_bias_tokens`: Tokens whose logits get a bias; several biases of one token add up. Default: NULL.
+    - `logit_biases`: The bias of each of `logit_bias_tokens`: a finite number, which is added to the logit, or minus infinity, which
+      excludes the token.
+    - `logit_bias_count`: Elements of `logit_bias_tokens` and of `logit_biases`.
+    - `bad_words`: Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last
+      token is excluded. Default: NULL.
+    - `bad_word_lengths`: Tokens of each of `bad_words`, at least 1.
+    - `bad_word_count`: Elements of `bad_words` and of `bad_word_lengths`.
     """
 
     _fields_ = [
@@ -948,7 +960,15 @@ class GenerateOptions(Structure):
         ("call", c_void_p),
         ("grammar", c_void_p),
         ("tool_calls", c_int32),
-        ("reserved", c_int32),
+        ("top_log_probabilities", c_int32),
+        ("presence_penalty", c_float),
+        ("frequency_penalty", c_float),
+        ("logit_bias_tokens", c_void_p),
+        ("logit_biases", c_void_p),
+        ("logit_bias_count", c_size_t),
+        ("bad_words", c_void_p),
+        ("bad_word_lengths", c_void_p),
+        ("bad_word_count", c_size_t),
     ]
 
 
@@ -967,6 +987,10 @@ class TokenEvent(Structure):
     - `log_probability`: The natural logarithm of the token's probability by the model's own logits, before temperature, penalties and
       filters; NaN unless `log_probabilities` of the options is 1.
     - `part`: The kind of text that this is, or that is to come: one of NVFP4_PART_*.
+    - `top_tokens`: The most probable tokens by the model's own logits, in descending order: `top_log_probabilities` of the options. Valid
+      during the callback, as are their log-probabilities.
+    - `top_log_probabilities`: The natural logarithm of the probability of each of `top_tokens`.
+    - `top_count`: Elements of `top_tokens` and of `top_log_probabilities`.
     """
 
     _fields_ = [
@@ -978,6 +1002,9 @@ class TokenEvent(Structure):
         ("text_length", c_size_t),
         ("log_probability", c_float),
         ("part", c_int32),
+        ("top_tokens", c_void_p),
+        ("top_log_probabilities", c_void_p),
+        ("top_count", c_size_t),
     ]
 
 
@@ -1092,6 +1119,9 @@ class QueueEvent(Structure):
     - `finish`: At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE.
     - `status`: At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise
       #NVFP4_OK.
+    - `top_tokens`: The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities.
+    - `top_log_probabilities`: The natural logarithm of the probability of each of `top_tokens`.
+    - `top_count`: Elements of `top_tokens` and of `top_log_probabilities`.
     """
 
     _fields_ = [
@@ -1105,6 +1135,9 @@ class QueueEvent(Structure):
         ("log_probability", c_float),
         ("finish", c_int32),
         ("status", c_int32),
+        ("top_tokens", c_void_p),
+        ("top_log_probabilities", c_void_p),
+        ("top_count", c_size_t),
     ]
 
 
@@ -2257,11 +2290,21 @@ FUNCTIONS: Tuple[Function, ...] = (
         next step when it is called.
 
         - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one session or for
-          all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of tokens appended to each
-          session. If `options[i]->call` is cancelled before the pass begins, that session is left out with the status #NVFP4_CANCELLED; its
-          progress callback is not called.
+          all, takes the argmax. Logits that biases or bad words change, and those whose log-probabilities
+          NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed
+          and on the number of tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is
+          left out with the status #NVFP4_CANCELLED; its progress callback is not called.
         - `call`, `statuses`: as for NVFP4_session_step().
         - `next`: `count` tokens, unchanged for sessions that were not run. May be the same array as `tokens`.
+        """),
+    Function("session_top_log_probabilities", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p), Status, """
+        NVFP4_session_top_log_probabilities(NVFP4_Session *session, int32_t *tokens, float *log_probabilities, size_t capacity, size_t *count)
+
+        Copies log-probabilities of the last token that NVFP4_session_sample() or NVFP4_session_step_sample() chose for this session: first
+        that token with its own, then the most probable ones, among which it may be again. Writes their number to `count`: 1 +
+        `top_log_probabilities`, or 0 if the options of that call asked for none; see ARRAYS OUT above.
+
+        - `tokens`, `log_probabilities`: `capacity` elements each, or NULL for one that is not wanted.
         """),
 
     # Chat: conversations in the format that a model was trained on.

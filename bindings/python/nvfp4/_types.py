@@ -215,6 +215,13 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     # One of ToolCalls, for a chat without `grammar`. Default: free.
     tool_calls: ToolCalls
+    # Passes log-probabilities of this many most probable tokens with each token, up to 20, and the token's own. See `log_probabilities`.
+    # Default: 0.
+    top_log_probabilities: int
+    # Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0.
+    presence_penalty: float
+    # Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
+    frequency_penalty: float
 
 
 class ChatOptions(TypedDict, total=False):

@@ -309,9 +309,12 @@ class Session(Handle):
 
     Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty, seed (a new one
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
-    name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces), drafts (tokens that the
+    name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces), top_log_probabilities (of
+    so many most probable tokens too), drafts (tokens that the
     model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), grammar (a Grammar that the text
-    fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default).
+    fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
+    dictionary from tokens to what their logits get; -math.inf excludes a token), presence_penalty, frequency_penalty, bad_words (sequences
+    of tokens that are not completed, such as model.tokenize_plain(" word", add_special=False)).
 
     Whatever may take long takes `cancel`, a Cancel, and ends at an interrupt. Prompts and files take `progress` too, which is
     called with what is done and what there is to do, in tokens or bytes, and ends the call by returning False; it may not use
@@ -380,6 +383,18 @@ class Session(Handle):
         """The next token, which is not appended."""
         how = native.options(native.GenerateOptions, options)
         return native.value_out(ctypes.c_int32, lib.session_sample, self, ctypes.byref(how))
+
+    @property
+    def top_log_probabilities(self):
+        """
+        Pairs of a token and its log-probability: the token that the last sample() or step_sample() chose for this session, and then the
+        most probable ones. Empty unless its options asked for them.
+        """
+        count = ctypes.c_size_t()
+        lib.session_top_log_probabilities(self, None, None, 0, ctypes.byref(count))
+        tokens, values = (ctypes.c_int32 * count.value)(), (ctypes.c_float * count.value)()
+        lib.session_top_log_probabilities(self, tokens, values, count.value, ctypes.byref(count))
+        return list(zip(tokens, values))
 
     def generate(self, on_text=None, **options):
         """

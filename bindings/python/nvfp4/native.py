@@ -228,7 +228,8 @@ def device(name: str) -> Tuple[int, int]:
 def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
     """
     A struct of options with its defaults, but for `values`: choices by name, flags as booleans, text as it is, a device as
-    device=, and what ends a text as stop=, which holds tokens and strings; bytes are strings in UTF-8.
+    device=, what ends a text as stop=, which holds tokens and strings, biases as a dictionary, and bad words as sequences of tokens; bytes
+    are strings in UTF-8.
     """
     out = struct()
     name = "_".join(re.findall("[A-Z][a-z]+", struct.__name__)).lower()
@@ -265,6 +266,15 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
                     raise TypeError(f"grammar= takes a Grammar, not {value!r}")
                 out.kept.append(value)
                 out.grammar = value._as_parameter_
+        elif field == "logit_bias" and "logit_bias_count" in kinds:
+            biases = dict(value or {})
+            point("logit_bias_tokens", "logit_bias_count", numbers(ctypes.c_int32, list(biases)))
+            point("logit_biases", "logit_bias_count", (ctypes.c_float * len(biases))(*biases.values()))
+        elif field == "bad_words" and field in kinds:
+            words = [numbers(ctypes.c_int32, list(word)) for word in value or ()]
+            out.kept.append(words)
+            point(field, "bad_word_count", (ctypes.c_void_p * len(words))(*map(ctypes.addressof, words)))
+            point("bad_word_lengths", "bad_word_count", (ctypes.c_size_t * len(words))(*map(len, words)))
         elif field in choices:
             setattr(out, field, choice(choices[field], value))
         elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):
@@ -272,6 +282,11 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
         else:
             raise TypeError(f"{field!r} is none of the options: {', '.join(kinds)}, device, stop")
     return out
+
+
+def pairs(tokens: int, values: int, count: int) -> List[Tuple[int, float]]:
+    """Tokens with their numbers, of two arrays at these addresses."""
+    return list(zip((ctypes.c_int32 * count).from_address(tokens), (ctypes.c_float * count).from_address(values)))
 
 
 def paths_in(files: Any) -> Tuple[ctypes.Array[Any], ctypes.Array[Any]]:

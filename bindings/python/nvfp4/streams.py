@@ -59,11 +59,13 @@ def _generation(session, result):
 class Piece(str):
     """
     A piece of text. `part` is content, reasoning, or tool_call: the JSON of a whole call, which ToolCall.from_json() reads. `token`
-    is the one that completed it, or None for text that was held back; `log_probability` is None unless that was asked for.
-    Where it was, pieces come for tokens that complete no text too.
+    is the one that completed it, or None for text that was held back; `log_probability` is None unless that was asked for, and
+    `top_log_probabilities` a list of pairs of a token and its log-probability, the most probable first. Where either was asked for, pieces
+    come for tokens that complete no text too.
     """
 
     token = log_probability = None
+    top_log_probabilities = ()
     part = "content"
 
 
@@ -76,6 +78,8 @@ def _piece(event, parts, every):
     piece.part = part
     piece.token = None if event.token < 0 else event.token
     piece.log_probability = event.log_probability if every and event.token >= 0 else None
+    if event.top_count and event.token >= 0:
+        piece.top_log_probabilities = native.pairs(event.top_tokens, event.top_log_probabilities, event.top_count)
     return piece
 
 
@@ -122,7 +126,7 @@ class _Relay:
 
     def generate(self, options):
         session, result = self.work.session, native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
-        self.all = bool(options.log_probabilities)
+        self.all = bool(options.log_probabilities or options.top_log_probabilities)
         with native.callback(native.TokenCallback, self.give) as callback:
             getattr(lib, f"session_{self.work.call}")(session, *self.work.prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
         return _generation(session, result)
@@ -256,7 +260,7 @@ class _LoopQueue(Handle):
     def submit(self, work, submit):
         """Submits work, and returns its _Arrivals."""
         how, when = native.options(native.GenerateOptions, work.options), native.options(native.SubmitOptions, submit)
-        out = _Arrivals(self, work, bool(how.log_probabilities))
+        out = _Arrivals(self, work, bool(how.log_probabilities or how.top_log_probabilities))
         tokens = () if work.prompt else (None, 0)
         if not self._running:
             self._loop().add_reader(self._fd, self._take)

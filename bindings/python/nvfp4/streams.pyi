@@ -1,4 +1,4 @@
-from typing import Any, Generator, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Generator, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from typing_extensions import Self
 
@@ -29,6 +29,7 @@ class Piece(str):
     part: Part
     token: Optional[int]
     log_probability: Optional[float]
+    top_log_probabilities: Sequence[Tuple[int, float]]
 
 class Stream(Single):
     def __init__(self, session: Session, call: str, prompt: Tuple[Any, ...], options: dict[str, Any],

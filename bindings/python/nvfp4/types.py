@@ -60,6 +60,8 @@ class LoadOptions(_types.LoadOptions, total=False):
 class GenerationOptions(_types.GenerateOptions, total=False):
     stop: Union[int, Text, Sequence[Union[int, Text]]]
     grammar: Optional["Grammar"]
+    logit_bias: Optional[Mapping[int, float]]
+    bad_words: Optional[Sequence[Sequence[int]]]
 
 
 class TurnOptions(_types.ChatOptions, total=False):

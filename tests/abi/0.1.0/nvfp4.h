@@ -1128,8 +1128,30 @@ typedef struct NVFP4_GenerateOptions {
     const NVFP4_Grammar *grammar;
     /** One of NVFP4_TOOL_CALLS_*, for a chat without `grammar`. Default: free. */
     int32_t tool_calls;
-    /** Must be 0. */
-    int32_t reserved;
+    /**
+     * Passes log-probabilities of this many most probable tokens with each token, up to 20, and the token's own. See `log_probabilities`.
+     * Default: 0.
+     */
+    int32_t top_log_probabilities;
+    /** Subtracted from the logits of tokens that the generation has at least once. See LOGITS in the chapter on sessions. Default: 0. */
+    float presence_penalty;
+    /** Subtracted from the logit of a token once for each time that the generation has it. Default: 0. */
+    float frequency_penalty;
+    /** Tokens whose logits get a bias; several biases of one token add up. Default: NULL. */
+    const int32_t *logit_bias_tokens;
+    /** The bias of each of `logit_bias_tokens`: a finite number, which is added to the logit, or minus infinity, which excludes the token. */
+    const float *logit_biases;
+    /** Elements of `logit_bias_tokens` and of `logit_biases`. */
+    size_t logit_bias_count;
+    /**
+     * Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is
+     * excluded. Default: NULL.
+     */
+    const int32_t *const *bad_words;
+    /** Tokens of each of `bad_words`, at least 1. */
+    const size_t *bad_word_lengths;
+    /** Elements of `bad_words` and of `bad_word_lengths`. */
+    size_t bad_word_count;
 } NVFP4_GenerateOptions;
 
 /**
@@ -1160,6 +1182,15 @@ typedef struct NVFP4_TokenEvent {
     float log_probability;
     /** The kind of text that this is, or that is to come: one of NVFP4_PART_*. */
     int32_t part;
+    /**
+     * The most probable tokens by the model's own logits, in descending order: `top_log_probabilities` of the options. Valid during the
+     * callback, as are their log-probabilities.
+     */
+    const int32_t *top_tokens;
+    /** The natural logarithm of the probability of each of `top_tokens`. */
+    const float *top_log_probabilities;
+    /** Elements of `top_tokens` and of `top_log_probabilities`. */
+    size_t top_count;
 } NVFP4_TokenEvent;
 
 /**
@@ -1278,6 +1309,12 @@ typedef struct NVFP4_QueueEvent {
     int32_t finish;
     /** At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK. */
     NVFP4_Status status;
+    /** The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities. */
+    const int32_t *top_tokens;
+    /** The natural logarithm of the probability of each of `top_tokens`. */
+    const float *top_log_probabilities;
+    /** Elements of `top_tokens` and of `top_log_probabilities`. */
+    size_t top_count;
 } NVFP4_QueueEvent;
 
 /**
@@ -2527,6 +2564,13 @@ NVFP4_Status NVFP4_grammar_release(NVFP4_Grammar *grammar);
  * alive. Only one call at a time may use it: another one meanwhile, even from a callback, fails with #NVFP4_BUSY. Its
  * length, memory and messages can be read at any time; during a call they are those from before the call. A call that
  * fails leaves the session unchanged.
+ *
+ * LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
+ * `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
+ * defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
+ * stand at the end are excluded; the grammar excludes what does not fit. Then come `repetition_penalty`, `temperature`, `top_k`, `top_p` and
+ * `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this. On a GPU each
+ * choice copies its logits to the host if any of the first four is set, and a generation with any of these drafts nothing.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */
@@ -2745,7 +2789,8 @@ NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
  * sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
  *
  * - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
- *   session or for all, takes the argmax. Several sessions may share one: draws depend on its seed and on the number of
+ *   session or for all, takes the argmax. Logits that biases or bad words change, and those whose
+ *   log-probabilities NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
  *   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
  *   with the status #NVFP4_CANCELLED; its progress callback is not called.
  * - `call`, `statuses`: as for NVFP4_session_step().
@@ -2759,6 +2804,20 @@ NVFP4_Status NVFP4_session_step_sample(NVFP4_Session *const *sessions,
                                        const NVFP4_CallOptions *call,
                                        int32_t *next,
                                        NVFP4_Status *statuses);
+
+/**
+ * Copies log-probabilities of the last token that NVFP4_session_sample() or NVFP4_session_step_sample() chose for this session: first that
+ * token with its own, then the most probable ones, among which it may be again. Writes their number to `count`: 1 +
+ * `top_log_probabilities`, or 0 if the options of that call asked for none; see ARRAYS OUT above.
+ *
+ * - `tokens`, `log_probabilities`: `capacity` elements each, or NULL for one that is not wanted.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_top_log_probabilities(NVFP4_Session *session,
+                                                 int32_t *tokens,
+                                                 float *log_probabilities,
+                                                 size_t capacity,
+                                                 size_t *count);
 
 /**
  * @defgroup chat Chat: conversations in the format that a model was trained on

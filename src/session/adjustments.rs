@@ -1,0 +1,268 @@
+//! What a generation changes of logits before it chooses from them: biases, penalties by count, and bad words. Logits are in host memory;
+//! grammars and sampling settings apply afterwards.
+
+use std::collections::HashMap;
+
+use crate::base::error::bail;
+use crate::base::{Result, memory};
+
+/// Changes of the logits, in the order of the fields. Grammars, the repetition penalty and temperature apply to the result.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LogitAdjustments {
+    /// Numbers added to the logits of tokens. Minus infinity excludes a token; several biases of one token add up.
+    pub bias: Vec<(u32, f32)>,
+    /// Subtracted from the logits of tokens that the generation has at least once.
+    pub presence_penalty: f32,
+    /// Subtracted from the logit of a token once for each time that the generation has it.
+    pub frequency_penalty: f32,
+    /// Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is
+    /// excluded.
+    pub bad_words: Vec<Vec<u32>>,
+}
+
+impl LogitAdjustments {
+    /// Whether they change nothing.
+    pub fn is_none(&self) -> bool {
+        self.bias.is_empty() && self.bad_words.is_empty() && !self.counts_tokens()
+    }
+
+    /// Whether they depend on the generated tokens.
+    fn counts_tokens(&self) -> bool {
+        self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    /// Fails for penalties that are not finite, biases that are NaN or plus infinity, empty bad words, and ids outside a vocabulary of
+    /// `vocabulary` tokens.
+    pub fn check(&self, vocabulary: usize) -> Result<()> {
+        let is_known = |token: u32| (token as usize) < vocabulary;
+        for (name, value) in [
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ] {
+            if !value.is_finite() {
+                bail!(
+                    InvalidArgument,
+                    "{name} is {value}; it must be a finite number"
+                );
+            }
+        }
+        for (i, &(token, bias)) in self.bias.iter().enumerate() {
+            if !is_known(token) {
+                bail!(
+                    InvalidArgument,
+                    "logit bias {i} is of token {token}; the vocabulary has {vocabulary} tokens"
+                );
+            }
+            if bias.is_nan() || bias == f32::INFINITY {
+                bail!(
+                    InvalidArgument,
+                    "the logit bias of token {token} is {bias}; it must be a finite number, or minus infinity to exclude the token"
+                );
+            }
+        }
+        for (i, word) in self.bad_words.iter().enumerate() {
+            if word.is_empty() {
+                bail!(
+                    InvalidArgument,
+                    "bad word {i} is empty; it must have at least one token"
+                );
+            }
+            if let Some(token) = word.iter().find(|&&token| !is_known(token)) {
+                bail!(
+                    InvalidArgument,
+                    "bad word {i} has token {token}; the vocabulary has {vocabulary} tokens"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails for penalties by count, where `what` chooses a token that is part of no generation.
+    pub fn check_without_counts(&self, what: &str) -> Result<()> {
+        if self.counts_tokens() {
+            bail!(
+                InvalidArgument,
+                "{what} is part of no generation whose tokens presence_penalty {} and frequency_penalty {} could count; pass what they subtract as logit bias",
+                self.presence_penalty,
+                self.frequency_penalty
+            );
+        }
+        Ok(())
+    }
+
+    /// Changes `logits`, one for each token of the vocabulary. `tokens` are those before the choice, and `counts` those of the generation.
+    fn apply(&self, logits: &mut [f32], tokens: &[u32], counts: &HashMap<u32, u32>) {
+        for &(token, bias) in &self.bias {
+            change(logits, token, bias);
+        }
+        for (&token, &count) in counts {
+            let penalty = self.presence_penalty + self.frequency_penalty * count as f32;
+            change(logits, token, -penalty.clamp(f32::MIN, f32::MAX));
+        }
+        for word in &self.bad_words {
+            if let Some((&last, prefix)) = word.split_last()
+                && tokens.ends_with(prefix)
+            {
+                change(logits, last, f32::NEG_INFINITY);
+            }
+        }
+    }
+}
+
+/// Adds `by` to the logit of `token`. Finite numbers have a finite sum.
+fn change(logits: &mut [f32], token: u32, by: f32) {
+    if let Some(logit) = logits.get_mut(token as usize) {
+        *logit = match logit.is_finite() && by.is_finite() {
+            true => (*logit + by).clamp(f32::MIN, f32::MAX),
+            false if *logit == f32::NEG_INFINITY => f32::NEG_INFINITY,
+            false => *logit + by,
+        };
+    }
+}
+
+/// The adjustments of one generation, or of one choice, with the tokens that it has counted.
+#[derive(Debug)]
+pub(super) struct Adjuster<'a> {
+    adjustments: &'a LogitAdjustments,
+    counts: HashMap<u32, u32>,
+    logits: Vec<f32>,
+}
+
+impl<'a> Adjuster<'a> {
+    /// An adjuster before the first token; `None` if it would change nothing.
+    pub(super) fn new(adjustments: &'a LogitAdjustments) -> Option<Self> {
+        (!adjustments.is_none()).then(|| Adjuster {
+            adjustments,
+            counts: HashMap::new(),
+            logits: Vec::new(),
+        })
+    }
+
+    /// Counts a token of the generation.
+    pub(super) fn push(&mut self, token: u32) {
+        if self.adjustments.counts_tokens() {
+            *self.counts.entry(token).or_default() += 1;
+        }
+    }
+
+    /// Adjusts `logits` in place, after `tokens`.
+    pub(super) fn adjust(&self, logits: &mut [f32], tokens: &[u32]) {
+        self.adjustments.apply(logits, tokens, &self.counts);
+    }
+
+    /// The adjusted copy of `logits`, after `tokens`.
+    pub(super) fn adjusted(&mut self, logits: &[f32], tokens: &[u32]) -> Result<&[f32]> {
+        self.logits.clear();
+        memory::make_room(&mut self.logits, logits.len())?;
+        self.logits.extend_from_slice(logits);
+        self.adjustments
+            .apply(&mut self.logits, tokens, &self.counts);
+        Ok(&self.logits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::ErrorKind;
+
+    const NEVER: f32 = f32::NEG_INFINITY;
+
+    #[test]
+    fn the_formula_of_biases_and_penalties() {
+        let adjustments = LogitAdjustments {
+            bias: vec![(0, 1.5), (2, NEVER), (0, 0.5), (5, 1.0)],
+            presence_penalty: 0.5,
+            frequency_penalty: 0.25,
+            bad_words: Vec::new(),
+        };
+        let mut adjuster = Adjuster::new(&adjustments).unwrap();
+        [1, 3, 3, 4, 4, 4]
+            .into_iter()
+            .for_each(|token| adjuster.push(token));
+        let logits = [1.0, 1.0, 1.0, -1.0, NEVER, 0.0];
+        // Tokens before the generation count for nothing.
+        let adjusted = adjuster.adjusted(&logits, &[5, 5, 1]).unwrap();
+        assert_eq!(adjusted, [3.0, 0.25, NEVER, -2.0, NEVER, 1.0]);
+        // A negative penalty makes its tokens more probable.
+        let negative = LogitAdjustments {
+            frequency_penalty: -2.0,
+            ..LogitAdjustments::default()
+        };
+        let mut adjuster = Adjuster::new(&negative).unwrap();
+        [1, 1].into_iter().for_each(|token| adjuster.push(token));
+        assert_eq!(adjuster.adjusted(&[0.0, 0.0], &[]).unwrap(), [0.0, 4.0]);
+    }
+
+    #[test]
+    fn bad_words_are_excluded_where_their_beginning_stands() {
+        let adjustments = LogitAdjustments {
+            bad_words: vec![vec![0], vec![1, 2], vec![1, 1, 3]],
+            ..LogitAdjustments::default()
+        };
+        let mut adjuster = Adjuster::new(&adjustments).unwrap();
+        let mut excluded = |tokens: &[u32]| -> Vec<usize> {
+            let adjusted = adjuster.adjusted(&[0.0; 5], tokens).unwrap();
+            (0..5).filter(|&i| adjusted[i] == NEVER).collect()
+        };
+        assert_eq!(excluded(&[]), [0]);
+        assert_eq!(excluded(&[1]), [0, 2]);
+        assert_eq!(excluded(&[4, 1, 1]), [0, 2, 3]);
+        assert_eq!(excluded(&[1, 1, 4]), [0]);
+    }
+
+    #[test]
+    fn adjusted_logits_stay_usable() {
+        let mut logits = [f32::MAX, f32::MIN, NEVER, f32::NAN];
+        change(&mut logits, 0, f32::MAX);
+        change(&mut logits, 1, f32::MIN);
+        change(&mut logits, 2, f32::MAX);
+        change(&mut logits, 9, 1.0);
+        assert_eq!(logits[..3], [f32::MAX, f32::MIN, NEVER]);
+        change(&mut logits, 1, NEVER);
+        assert_eq!(logits[1], NEVER);
+        // What the model computed wrongly stays visible.
+        change(&mut logits, 3, 1.0);
+        assert!(logits[3].is_nan());
+    }
+
+    #[test]
+    fn refusals() {
+        let refused = |adjustments: LogitAdjustments, expected: &str| {
+            let e = adjustments.check(10).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(e.message().contains(expected), "{e}");
+            assert!(!adjustments.is_none());
+        };
+        let bias = |token, bias| LogitAdjustments {
+            bias: vec![(0, 0.0), (token, bias)],
+            ..LogitAdjustments::default()
+        };
+        refused(bias(10, 1.0), "logit bias 1 is of token 10");
+        refused(bias(3, f32::NAN), "token 3 is NaN");
+        refused(bias(3, f32::INFINITY), "token 3 is inf");
+        assert!(bias(9, NEVER).check(10).is_ok());
+        let words = |word: &[u32]| LogitAdjustments {
+            bad_words: vec![vec![1, 2], word.to_vec()],
+            ..LogitAdjustments::default()
+        };
+        refused(words(&[]), "bad word 1 is empty");
+        refused(words(&[1, 10]), "bad word 1 has token 10");
+        for penalty in [f32::NAN, f32::INFINITY] {
+            let presence = LogitAdjustments {
+                presence_penalty: penalty,
+                ..LogitAdjustments::default()
+            };
+            refused(presence.clone(), "presence_penalty is");
+            let frequency = LogitAdjustments {
+                frequency_penalty: penalty,
+                ..LogitAdjustments::default()
+            };
+            refused(frequency, "frequency_penalty is");
+            let e = presence.check_without_counts("a step").unwrap_err();
+            assert!(e.message().starts_with("a step is part"), "{e}");
+        }
+        assert!(bias(1, 1.0).check_without_counts("a step").is_ok());
+        assert!(LogitAdjustments::default().is_none());
+    }
+}
