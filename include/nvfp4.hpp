@@ -1792,6 +1792,11 @@ public:
     {
         return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_context(get(), out); });
     }
+    /** Tokens that eviction has dropped, because the context was full. */
+    Result<std::size_t> evicted() const
+    {
+        return detail::value<std::size_t>([&](std::size_t *out) { return NVFP4_session_evicted(get(), out); });
+    }
     /** Bytes of the KV cache. */
     Result<std::uint64_t> memory() const
     {

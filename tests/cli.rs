@@ -637,6 +637,22 @@ fn models_that_cannot_be_run() {
 }
 
 #[test]
+fn a_window_slides_past_the_context() {
+    let prompt = ["run", "--model", MODEL, "--prompt", "x", "--context", "16"];
+    let window = ["--eviction", "sliding-window", "--drop", "5"];
+    let chat = [&prompt[..], &window].concat();
+    assert!(failure(&chat).contains("a chat keeps whole turns"));
+    let unused = [&prompt[..], &["--drop", "5"]].concat();
+    assert!(failure(&unused).contains("--drop 5 is for"));
+    let unused = [&prompt[..], &["--keep", "5"]].concat();
+    assert!(failure(&unused).contains("--keep is for"));
+    let ends = ["--max-tokens", "80", "--ignore-stops", "--raw"];
+    let out = json(&[&chat[..], &ends].concat());
+    assert_eq!(out["tokens"].as_array().unwrap().len(), 80);
+    assert_eq!(out["evicted_tokens"], 65);
+}
+
+#[test]
 fn prompts_that_cannot_be_answered() {
     let scratch = Scratch::new("prompts");
     let long = "many words ".repeat(200);

@@ -258,7 +258,8 @@ fn texts_end_among_drafts_as_they_do_without() {
                         assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
                     }
                 }
-                for eviction in [Eviction::Error, Eviction::DropOldest { keep: 3 }] {
+                let sliding = Eviction::SlidingWindow { sinks: 3, drop: 5 };
+                for eviction in [Eviction::Error, Eviction::DropOldest { keep: 3 }, sliding] {
                     let [mut without, mut drafting] = pair(19 + n, eviction);
                     same(&mut without, &mut drafting, &drawn(40), drafts, usize::MAX);
                     assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");

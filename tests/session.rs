@@ -11,6 +11,8 @@ mod prefixes;
 mod probabilities;
 #[path = "session/saved.rs"]
 mod saved;
+#[path = "session/sliding.rs"]
+mod sliding;
 #[path = "session/threads.rs"]
 mod threads;
 
@@ -1873,7 +1875,7 @@ proptest! {
 
     #[test]
     fn whatever_is_done_a_session_is_its_tokens(
-        evicts in any::<bool>(),
+        policy in 0..3,
         case in proptest::sample::select(&["qwen3_tied", "qwen35_tied", "nemotronh_dense", "gemma4_perlayer"][..]),
         steps in proptest::collection::vec((0u8..9, 0usize..64, 0usize..6), 1..12),
     ) {
@@ -1881,9 +1883,11 @@ proptest! {
         let model = Served::load(&dir.0, &options()).unwrap();
         let mut session = with(&model, |o| {
             o.context = 48;
-            if evicts {
-                o.eviction = Eviction::DropOldest { keep: 4 };
-            }
+            o.eviction = match policy {
+                0 => Eviction::Error,
+                1 => Eviction::DropOldest { keep: 4 },
+                _ => Eviction::SlidingWindow { sinks: 4, drop: 10 },
+            };
         });
         for step in steps {
             take(&mut session, step);
@@ -1894,7 +1898,7 @@ proptest! {
                 prop_assert!(seen(&session) == fresh(&session, &tokens), "after {:?}", step);
             }
         }
-        let path = file(&format!("steps-{evicts}-{case}"));
+        let path = file(&format!("steps-{policy}-{case}"));
         session.save(&path.0).unwrap();
         let restored = Session::restore(model, &path.0).unwrap();
         prop_assert!(seen(&restored) == seen(&session));

@@ -44,15 +44,17 @@ layout!(NVFP4_Plan, 160, struct_size: 0, device_type: 4, device_index: 8, reserv
     workspace_host_bytes: 72, graph_bytes_bound: 80, kv_bytes_per_token: 88, kv_block_bytes: 96, kv_block_positions: 104,
     state_bytes: 112, kv_bytes_per_sequence: 120, state_bytes_per_sequence: 128, kv_bytes: 136, free_bytes: 144,
     sequences_that_fit: 152);
-layout!(NVFP4_ModelStatistics, 136, struct_size: 0, reserved: 4, passes: 8, requests: 16, prompt_tokens: 24, prompt_tokens_found: 32,
+layout!(NVFP4_ModelStatistics, 144, struct_size: 0, reserved: 4, passes: 8, requests: 16, prompt_tokens: 24, prompt_tokens_found: 32,
     step_tokens: 40, generating: 48, waiting: 56, blocks_used: 64, used_bytes: 72, blocks_cached: 80, cached_bytes: 88,
-    blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112, preemptions: 120, recomputed_tokens: 128);
+    blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112, preemptions: 120, recomputed_tokens: 128,
+    evicted_tokens: 136);
 layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
     calibrate: 32);
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
-layout!(NVFP4_SessionOptions, 48, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32, system_length: 40);
+layout!(NVFP4_SessionOptions, 56, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
+    system_length: 40, drop: 48);
 layout!(NVFP4_GenerateOptions, 176, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
     ignore_model_stops: 24, replay: 28, log_probabilities: 32, drafts: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
     stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96,
@@ -61,8 +63,8 @@ layout!(NVFP4_GenerateOptions, 176, struct_size: 0, temperature: 4, top_k: 8, to
 layout!(NVFP4_GrammarOptions, 8, struct_size: 0, kind: 4);
 layout!(NVFP4_TokenEvent, 64, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36,
     top_tokens: 40, top_log_probabilities: 48, top_count: 56);
-layout!(NVFP4_GenerationResult, 64, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
-    first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56);
+layout!(NVFP4_GenerationResult, 72, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
+    first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56, evicted_tokens: 64);
 layout!(NVFP4_QueueOptions, 24, struct_size: 0, running: 4, submissions: 8, events: 16);
 layout!(NVFP4_SubmitOptions, 24, struct_size: 0, priority: 4, deadline: 8, user: 16);
 layout!(NVFP4_QueueEvent, 80, generation: 0, user: 8, text: 16, text_length: 24, kind: 32, token: 36, part: 40, log_probability: 44,

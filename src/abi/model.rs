@@ -166,12 +166,14 @@ pub struct NVFP4_ModelStatistics {
     /// Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights: see NVFP4_trainer_model().
     /// They count as prompt tokens too.
     pub recomputed_tokens: u64,
+    /// Tokens that eviction has dropped, because the contexts of sessions were full; also in calls that have failed since and were undone.
+    pub evicted_tokens: u64,
 }
 
 // SAFETY: integers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_ModelStatistics {
     const NAME: &'static str = "NVFP4_ModelStatistics";
-    const EARLIER: &'static [usize] = &[128];
+    const EARLIER: &'static [usize] = &[128, 136];
     fn defaults() -> Self {
         NVFP4_ModelStatistics {
             struct_size: size_of::<Self>() as u32,
@@ -192,6 +194,7 @@ unsafe impl Growing for NVFP4_ModelStatistics {
             free_bytes: 0,
             preemptions: 0,
             recomputed_tokens: 0,
+            evicted_tokens: 0,
         }
     }
 }
@@ -651,6 +654,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_statistics(
             free_bytes: now.free_bytes as u64,
             preemptions: now.preemptions,
             recomputed_tokens: now.recomputed_tokens,
+            evicted_tokens: now.evicted_tokens,
             ..NVFP4_ModelStatistics::defaults()
         });
         Ok(())

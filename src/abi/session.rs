@@ -74,6 +74,7 @@ pub(super) struct State {
 /// State of a session at the beginning of the call that uses it.
 pub(super) struct Snapshot {
     length: usize,
+    evicted: usize,
     kv_bytes: u64,
     pub(super) messages: Result<String>,
 }
@@ -111,6 +112,7 @@ impl Snapshots for State {
     fn snapshot(&self) -> Snapshot {
         Snapshot {
             length: self.session.len(),
+            evicted: self.session.evicted(),
             kv_bytes: self.session.kv_bytes() as u64,
             messages: self.messages(),
         }
@@ -130,6 +132,10 @@ pub const NVFP4_EVICTION_ERROR: i32 = 0;
 /// Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are run again. A
 /// chat drops whole turns, but never anything before the first user message, nor the last question.
 pub const NVFP4_EVICTION_DROP_OLDEST: i32 = 1;
+/// A sliding window with attention sinks: keep the first `keep` tokens and the most recent ones, and drop `drop` tokens between them at a time.
+/// The remaining tokens are run again at their new positions, so that the session is one that was given these tokens alone. A generation
+/// goes on past the context, without an end if `max_tokens` sets none. Refuses chats, which keep whole turns.
+pub const NVFP4_EVICTION_SLIDING_WINDOW: i32 = 2;
 
 /// How to create a session. Fill with NVFP4_session_options_init(), then change what is to differ.
 #[repr(C)]
@@ -147,17 +153,22 @@ pub struct NVFP4_SessionOptions {
     /// The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the
     /// model.
     pub context: usize,
-    /// Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
+    /// Tokens at the beginning that eviction never drops. Default: 0, which is 4 for a sliding window. A chat's system prompt stays in any
+    /// case.
     pub keep: usize,
     /// The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied.
     pub system: *const c_char,
     /// Bytes of `system`.
     pub system_length: usize,
+    /// Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run again.
+    /// Default: 0, half of those that are not kept. Must be 0 for other evictions.
+    pub drop: usize,
 }
 
 // SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_SessionOptions {
     const NAME: &'static str = "NVFP4_SessionOptions";
+    const EARLIER: &'static [usize] = &[48];
     fn defaults() -> Self {
         NVFP4_SessionOptions {
             struct_size: size_of::<Self>() as u32,
@@ -168,6 +179,7 @@ unsafe impl Growing for NVFP4_SessionOptions {
             keep: 0,
             system: std::ptr::null(),
             system_length: 0,
+            drop: 0,
         }
     }
 }
@@ -179,6 +191,20 @@ impl NVFP4_SessionOptions {
         // SAFETY: promised by the caller.
         let system = unsafe { text("system", self.system, self.system_length) }?;
         let drop_oldest = Eviction::DropOldest { keep: self.keep };
+        let sliding_window = Eviction::SlidingWindow {
+            sinks: match self.keep {
+                0 => session::SINKS,
+                keep => keep,
+            },
+            drop: self.drop,
+        };
+        if self.drop > 0 && self.eviction != NVFP4_EVICTION_SLIDING_WINDOW {
+            bail!(
+                InvalidArgument,
+                "drop is {}, which is for a sliding window; leave it 0 for another eviction",
+                self.drop
+            );
+        }
         Ok(SessionOptions {
             context: self.context,
             kv: kv_type(self.kv_type)?,
@@ -191,6 +217,11 @@ impl NVFP4_SessionOptions {
                 &[
                     (NVFP4_EVICTION_ERROR, "error", Eviction::Error),
                     (NVFP4_EVICTION_DROP_OLDEST, "drop oldest", drop_oldest),
+                    (
+                        NVFP4_EVICTION_SLIDING_WINDOW,
+                        "sliding window",
+                        sliding_window,
+                    ),
                 ],
             )?,
             private: flag("is_private", self.is_private)?,
@@ -239,8 +270,8 @@ pub struct NVFP4_GenerateOptions {
     /// number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0,
     /// which drafts if the model has a drafter, while that is faster.
     pub drafts: i32,
-    /// The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
-    /// generated.
+    /// The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window. With 0 a prompt
+    /// is run and nothing is generated.
     pub max_tokens: usize,
     /// Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all
     /// tokens appended before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.
@@ -467,7 +498,7 @@ pub struct NVFP4_GenerationResult {
     pub finish: i32,
     /// Tokens before the first generated one: all those in the session, or in a chat those that the turn added.
     pub prompt_tokens: usize,
-    /// Tokens generated, which are the last ones of the session.
+    /// Tokens generated, which are the last ones of the session, as far as eviction has not dropped them.
     pub generated_tokens: usize,
     /// Seconds to run the part of the prompt that was not cached.
     pub prefill_seconds: f64,
@@ -479,11 +510,14 @@ pub struct NVFP4_GenerationResult {
     pub seed: u64,
     /// Number of tool calls in the answer; NVFP4_session_tool_calls() gives them.
     pub tool_calls: usize,
+    /// Tokens that eviction has dropped for the generation and its prompt, since the context was full.
+    pub evicted_tokens: usize,
 }
 
 // SAFETY: numbers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerationResult {
     const NAME: &'static str = "NVFP4_GenerationResult";
+    const EARLIER: &'static [usize] = &[64];
     fn defaults() -> Self {
         NVFP4_GenerationResult {
             struct_size: size_of::<Self>() as u32,
@@ -495,6 +529,7 @@ unsafe impl Growing for NVFP4_GenerationResult {
             decode_seconds: 0.0,
             seed: 0,
             tool_calls: 0,
+            evicted_tokens: 0,
         }
     }
 }
@@ -521,6 +556,7 @@ impl NVFP4_GenerationResult {
             decode_seconds: generation.timings.decode_seconds,
             seed: generation.seed,
             tool_calls: generation.tool_calls.len(),
+            evicted_tokens: generation.evicted,
             ..Self::defaults()
         }
     }
@@ -1048,6 +1084,25 @@ pub unsafe extern "C-unwind" fn NVFP4_session_length(
         // SAFETY: the pointer is as the header asks.
         let out = unsafe { Out::new("length", length) }?;
         out.set(look(session, |s| Ok(s.session.len()), |s| Ok(s.length))?);
+        Ok(())
+    })
+}
+
+/// Writes the number of tokens that eviction has dropped since the session was empty, because the context was full; during a call, the
+/// number from before it. `evicted_tokens` of NVFP4_model_statistics() counts those of all sessions of a model, also during a call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_session_evicted(
+    session: *const NVFP4_Session,
+    count: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_session_evicted", || {
+        // SAFETY: the pointer is as the header asks.
+        let out = unsafe { Out::new("count", count) }?;
+        out.set(look(
+            session,
+            |s| Ok(s.session.evicted()),
+            |s| Ok(s.evicted),
+        )?);
         Ok(())
     })
 }

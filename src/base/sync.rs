@@ -1,5 +1,5 @@
-//! What threads of this crate hand work over with: the standard library's. `tests/handovers` compiles the files that use this with its own,
-//! whose threads and clock it schedules.
+//! Locks, atomics, thread-locals and clock of code that hands work over between threads: the standard library's. `tests/handovers` compiles
+//! that code on a version of its own, whose threads and clock it schedules.
 
 pub use std::sync::{Condvar, Mutex, MutexGuard, atomic};
 pub use std::thread_local;

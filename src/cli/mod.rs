@@ -6,6 +6,7 @@ mod bench;
 mod chart;
 mod chat;
 mod compare;
+mod context;
 mod diagnose;
 mod grammar;
 mod guard;

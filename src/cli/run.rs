@@ -13,6 +13,7 @@ use NVFP4::session::{GenerateOptions, Generation, Piece, Session, SessionOptions
 use NVFP4::text::{Message, ToolCall, messages_from_json};
 use serde_json::{Value, json};
 
+use super::context::ContextArgs;
 use super::view::View;
 use super::{model, output, prompting, sampling};
 
@@ -39,9 +40,8 @@ pub(super) struct Args {
     /// Prefill the prompt token by token, for comparison
     #[arg(long, requires = "raw")]
     token_by_token: bool,
-    /// The context length in tokens, for prompt and answer; 0 takes the model's own
-    #[arg(long, default_value_t = 0)]
-    context: usize,
+    #[command(flatten)]
+    context: ContextArgs,
     /// Print the answer and its timings as JSON
     #[arg(long)]
     json: bool,
@@ -59,9 +59,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let mut session = Session::new(
         model.clone(),
         &SessionOptions {
-            context: args.context,
+            context: args.context.context,
             kv: args.model.kv.into(),
             system: args.prompting.system.clone(),
+            eviction: args.context.eviction()?,
             ..SessionOptions::default()
         },
     )?;
@@ -87,7 +88,14 @@ pub(super) fn run(args: &Args) -> Result<()> {
         },
     )?;
     if !args.json {
-        return view.end();
+        view.end()?;
+        if answer.evicted > 0 {
+            eprintln!(
+                "the context was full: {} tokens were dropped",
+                answer.evicted
+            );
+        }
+        return Ok(());
     }
     let calls: Vec<Value> = answer.tool_calls.iter().map(ToolCall::to_json).collect();
     output::json(&json!({
@@ -99,6 +107,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         "finish": answer.finish,
         "seed": answer.seed,
         "prompt_tokens": answer.prompt_tokens,
+        "evicted_tokens": answer.evicted,
         "timings": answer.timings,
         "drafts": answer.drafts,
         "memory": {"peak_bytes": memory::total().peak, "kv_bytes": session.kv_bytes()},

@@ -5,6 +5,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -62,6 +63,8 @@ pub struct Statistics {
     pub preemptions: u64,
     /// Tokens that ran again, or were found, because a trainer had changed the weights since. They are among the prompt tokens.
     pub recomputed_tokens: u64,
+    /// Tokens that full contexts have evicted, in calls too that have failed since and were undone.
+    pub evicted_tokens: u64,
     /// Blocks of keys, values and recurrent states.
     #[serde(flatten)]
     pub blocks: BlockCounts,
@@ -83,6 +86,8 @@ pub struct Served {
     sampling: SamplingOptions,
     stop_tokens: Vec<u32>,
     grammars: Grammars,
+    /// Tokens that full contexts have evicted.
+    evicted: AtomicU64,
     /// For weights that are trained: the lease that keeps their trainer out.
     leased: Option<Leased>,
 }
@@ -178,6 +183,7 @@ impl Served {
             sampling,
             stop_tokens,
             grammars: Grammars::default(),
+            evicted: AtomicU64::new(0),
             leased,
         }))
     }
@@ -303,10 +309,16 @@ impl Served {
             waiting,
             preemptions,
             recomputed_tokens: recomputed,
+            evicted_tokens: self.evicted.load(Ordering::Relaxed),
             blocks,
             reserved_bytes: reserved.map_or(0, |reserved| reserved.bytes),
             free_bytes: reserved.map_or(0, |reserved| reserved.free),
         }
+    }
+
+    /// Counts tokens that a full context has evicted.
+    pub fn count_evicted(&self, count: usize) {
+        self.evicted.fetch_add(count as u64, Ordering::Relaxed);
     }
 
     /// Refuses tokens that cannot be run, by their texts.

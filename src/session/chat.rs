@@ -116,6 +116,12 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
+        if let Eviction::SlidingWindow { .. } = self.options.eviction {
+            bail!(
+                InvalidArgument,
+                "a chat keeps whole turns, through which a sliding window cuts; create the session so that it drops the oldest turns"
+            );
+        }
         let chat = chat.unwrap_or(&self.conversation.options).clone();
         self.or_cancelled(options, |session| {
             session.follow_drafts(options)?;
@@ -138,6 +144,7 @@ impl Session {
     ) -> Result<Generation> {
         let started = Instant::now();
         let _words = alloc::Budget::rewritten(self.text_bytes()).set_aside()?;
+        let evicted = self.evicted;
         let model = self.model.clone();
         let form = model.answer_form();
         let text = Transcript::new(&model, &[], options)?.showing(form.shown_tokens());
@@ -162,7 +169,7 @@ impl Session {
         self.keep(tokens.kept)?;
         memory::make_room(&mut self.tokens, tokens.added.len())?;
         self.push(&tokens.added);
-        self.evicted += dropped;
+        self.evict(dropped);
         let _generating = model.generates(&self.cache);
         self.making_way(Session::flush)?;
         call::check()?;
@@ -184,6 +191,7 @@ impl Session {
         let generation = self.generate_text(text, Some(answer), held, options, on_piece)?;
         let mut generation = generation.begun()?;
         generation.prompt_tokens = tokens.added.len();
+        generation.evicted = self.evicted - evicted;
         generation.timings.prefill_seconds = prefill_seconds;
         generation.timings.first_token_seconds += prefill_seconds;
         Ok(generation)
@@ -226,7 +234,7 @@ impl Session {
                 ContextFull,
                 "the conversation takes {len} tokens, and the context holds {context}{}",
                 match self.options.eviction {
-                    Eviction::Error => "",
+                    Eviction::Error | Eviction::SlidingWindow { .. } => "",
                     Eviction::DropOldest { .. } => ", which what has to be kept takes alone",
                 }
             ),
@@ -400,7 +408,7 @@ impl Session {
         self.keep(plan.tokens.kept)?;
         self.push(&plan.tokens.added);
         self.push(&said);
-        self.evicted += plan.dropped;
+        self.evict(plan.dropped);
         Ok(())
     }
 

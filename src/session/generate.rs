@@ -32,7 +32,7 @@ pub struct Timings {
 /// The result of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Generation {
-    /// The tokens, which the session now holds. A stop token is not among them.
+    /// The tokens, which the session now holds but for evicted ones. A stop token is not among them.
     pub tokens: Vec<u32>,
     /// Their text, without special tokens and up to a stop string. Excludes an incomplete character at the end: its bytes come with the
     /// text of the next generation if that completes it. In a chat, the content of the answer.
@@ -51,6 +51,8 @@ pub struct Generation {
     pub timings: Timings,
     /// How many tokens were drafted, and how many of them were right.
     pub drafts: DraftCounts,
+    /// Number of tokens that the full context has evicted for it and its prompt. The session then holds no more than the last of its tokens.
+    pub evicted: usize,
 }
 
 impl Generation {
@@ -66,6 +68,7 @@ impl Generation {
             prompt_tokens: 0,
             timings: Timings::default(),
             drafts: DraftCounts::default(),
+            evicted: 0,
         }
     }
 
@@ -122,6 +125,7 @@ impl Session {
             session.undone_on_error(|session| {
                 let model = session.model.clone();
                 let _generating = model.generates(&session.cache);
+                let evicted = session.evicted;
                 if !prompt.is_empty() {
                     session.make_room(prompt.len())?;
                     session.push(prompt);
@@ -131,7 +135,8 @@ impl Session {
                 }
                 let text = Transcript::new(&session.model, &session.tokens, options)?;
                 let held = Constraint::new(&model, options, false, None)?;
-                let generation = session.generate_text(text, None, held, options, on_piece)?;
+                let mut generation = session.generate_text(text, None, held, options, on_piece)?;
+                generation.evicted = session.evicted - evicted;
                 match prompt.is_empty() {
                     true => Ok(generation),
                     false => generation.begun(),
@@ -171,7 +176,7 @@ impl Session {
         let mut out = Generation::new(sampler.seed());
         out.prompt_tokens = self.tokens.len();
         let room = match self.options.eviction {
-            // Without an answer to bound it, an unlimited generation that may evict old tokens would never end.
+            // Without an answer to bound it, an unlimited generation that may evict old tokens would never end. A sliding window is for that.
             Eviction::DropOldest { .. } if options.max_tokens == usize::MAX && answer.is_none() => {
                 (self.options.context - self.tokens.len()).max(1)
             }

@@ -68,6 +68,45 @@ pub enum Eviction {
         /// Number of tokens at the beginning that are never evicted.
         keep: usize,
     },
+    /// Keeps the first tokens, on which attention rests, and a window of the most recent ones. A full context evicts tokens between them, in
+    /// a generation too, which goes on for as long as its options say. The remaining tokens are recomputed as for
+    /// [`DropOldest`](Eviction::DropOldest), at their new positions. Such a session has no chat turns, through which the window would cut.
+    SlidingWindow {
+        /// Number of tokens at the beginning that are never evicted: [`SINKS`] suffice for most models.
+        sinks: usize,
+        /// Number of tokens evicted at a time, or more if that is not enough; 0 for half of those after the sinks. The fewer they are, the more
+        /// often the remaining ones are recomputed.
+        drop: usize,
+    },
+}
+
+/// Number of first tokens that keep the attention of most models as it was in a shorter context.
+pub const SINKS: usize = 4;
+
+impl Eviction {
+    /// Number of first tokens that are kept, and of those after them that are evicted at a time, 0 for half. `None` if it evicts none.
+    fn sizes(self) -> Option<(usize, usize)> {
+        match self {
+            Eviction::Error => None,
+            Eviction::DropOldest { keep } => Some((keep, 0)),
+            Eviction::SlidingWindow { sinks, drop } => Some((sinks, drop)),
+        }
+    }
+
+    /// Fails unless a context has room for tokens that are kept and others.
+    fn check(self, context: usize) -> Result<()> {
+        match self.sizes() {
+            Some((keep, _)) if keep >= context => bail!(
+                InvalidArgument,
+                "keeping the first {keep} tokens of a context of {context} leaves nothing to drop; keep fewer"
+            ),
+            Some((keep, drop)) if drop >= context - keep => bail!(
+                InvalidArgument,
+                "dropping {drop} tokens at a time of a context of {context} leaves none after the first {keep}; drop fewer"
+            ),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Options of a new session.
@@ -141,15 +180,7 @@ impl Session {
         if options.context == 0 {
             options.context = most;
         }
-        if let Eviction::DropOldest { keep } = options.eviction
-            && keep >= options.context
-        {
-            bail!(
-                InvalidArgument,
-                "keeping the first {keep} tokens of a context of {} leaves nothing to drop; keep fewer",
-                options.context
-            );
-        }
+        options.eviction.check(options.context)?;
         let mut cache = model.sequence(options.context, options.kv)?;
         cache.set_drafts(model.has_drafter())?;
         cache.set_sharing(!options.private);
@@ -183,6 +214,11 @@ impl Session {
     /// Tokens appended so far, including evicted ones. This is the number of the next draw, see [`Sampler::after`].
     pub fn appended(&self) -> usize {
         self.evicted + self.tokens.len()
+    }
+
+    /// Tokens that a full context has evicted.
+    pub fn evicted(&self) -> usize {
+        self.evicted
     }
 
     /// Whether it holds no token.
@@ -489,7 +525,7 @@ impl Session {
                 "{count} tokens do not fit in a context of {context}"
             );
         }
-        let Eviction::DropOldest { keep } = self.options.eviction else {
+        let Some((keep, drop)) = self.options.eviction.sizes() else {
             bail!(
                 ContextFull,
                 "{count} tokens do not fit: {len} of {context} are in use"
@@ -512,9 +548,11 @@ impl Session {
                 "{count} tokens do not fit in a context of {context} beside the {keep} that are kept"
             );
         }
-        Ok(MakeRoom::Tokens(
-            keep..keep + needed.max((len - keep).div_ceil(2)),
-        ))
+        let wanted = match drop {
+            0 => (len - keep).div_ceil(2),
+            drop => drop.min(len - keep),
+        };
+        Ok(MakeRoom::Tokens(keep..keep + needed.max(wanted)))
     }
 
     /// Evicts old tokens until `count` more fit, if the options allow it. The tokens after the kept prefix are then pending.
@@ -524,7 +562,7 @@ impl Session {
             MakeRoom::Free => {}
             MakeRoom::Tokens(dropped) => {
                 self.tokens.drain(dropped.clone());
-                self.evicted += dropped.len();
+                self.evict(dropped.len());
                 self.cache.truncate(dropped.start.min(self.cache.len()))?;
                 self.next.forget();
                 self.conversation = Conversation::default();
@@ -532,6 +570,16 @@ impl Session {
             MakeRoom::Turns(plan) => self.shorten(plan)?,
         }
         memory::make_room(&mut self.tokens, count)
+    }
+
+    /// Counts evicted tokens.
+    fn evict(&mut self, count: usize) {
+        if count > 0 {
+            self.evicted += count;
+            self.model.count_evicted(count);
+            let left = self.tokens.len();
+            tracing::debug!("a full context has dropped {count} tokens and has {left} left");
+        }
     }
 
     /// Bytes of the conversation's texts.

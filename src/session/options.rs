@@ -28,7 +28,7 @@ pub enum ToolCalls {
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateOptions {
     /// Limit on the generated tokens. With the default, [`usize::MAX`], the text ends when the room that the context has at its beginning
-    /// is used up; an answer in a chat may make more room by evicting old turns.
+    /// is used up; an answer in a chat may make more room by evicting old turns, and with a sliding window the text goes on.
     pub max_tokens: usize,
     /// Sampling settings.
     pub sampling: SamplingOptions,

@@ -39,6 +39,9 @@ struct Header {
     system: Option<String>,
     /// Tokens that eviction keeps; `None` if eviction is off.
     keep: Option<usize>,
+    /// Tokens that a sliding window evicts at a time; `None` for another policy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    drop: Option<usize>,
     tokens: usize,
     /// Number of tokens evicted before them.
     evicted: usize,
@@ -91,9 +94,10 @@ impl Session {
             context: self.options.context,
             kv: self.options.kv.name().to_owned(),
             system: self.options.system.clone(),
-            keep: match self.options.eviction {
-                Eviction::Error => None,
-                Eviction::DropOldest { keep } => Some(keep),
+            keep: self.options.eviction.sizes().map(|(keep, _)| keep),
+            drop: match self.options.eviction {
+                Eviction::SlidingWindow { drop, .. } => Some(drop),
+                _ => None,
             },
             tokens: self.tokens.len(),
             evicted: self.evicted,
@@ -265,9 +269,14 @@ impl Header {
             context: self.context,
             kv,
             system: self.system.clone(),
-            eviction: match self.keep {
-                None => Eviction::Error,
-                Some(keep) => Eviction::DropOldest { keep },
+            eviction: match (self.keep, self.drop) {
+                (None, None) => Eviction::Error,
+                (Some(keep), None) => Eviction::DropOldest { keep },
+                (Some(sinks), Some(drop)) => Eviction::SlidingWindow { sinks, drop },
+                (None, Some(drop)) => bail!(
+                    CorruptFile,
+                    "its header contradicts itself: {drop} tokens dropped at a time, and none kept"
+                ),
             },
             private: false,
         })

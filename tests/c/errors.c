@@ -770,6 +770,8 @@ static void sessions(NVFP4_Model *model)
     BAD(invalid, NVFP4_session_messages, session, text, sizeof text, NULL);
     HANDLE(NVFP4_session_length, h, &length);
     BAD(invalid, NVFP4_session_length, session, NULL);
+    HANDLE(NVFP4_session_evicted, h, &length);
+    BAD(invalid, NVFP4_session_evicted, session, NULL);
     HANDLE(NVFP4_session_context, h, &length);
     BAD(invalid, NVFP4_session_context, session, NULL);
     HANDLE(NVFP4_session_memory, h, &bytes);

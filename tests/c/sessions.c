@@ -639,12 +639,17 @@ static void streaming(void)
     options.max_tokens = 2;
     OK(NVFP4_session_generate(session, &options, NULL, NULL, &newer.known));
     CHECK(newer.known.generated_tokens == 2 && newer.unknown == 0);
-    for (uint32_t size = 0; size < sizeof result; size += 8) {
+    for (uint32_t size = 0; size < offsetof(NVFP4_GenerationResult, evicted_tokens); size += 8) {
         result.struct_size = size;
         FAILS(NVFP4_ABI_MISMATCH, NVFP4_session_generate(session, &options, NULL, NULL, &result));
         SAYS("no version of NVFP4_GenerationResult");
     }
     CHECK(length_of(session) == PROMPT + 2);
+    /* A host built with a header from before evicted_tokens. */
+    result.struct_size = offsetof(NVFP4_GenerationResult, evicted_tokens);
+    result.evicted_tokens = 77;
+    OK(NVFP4_session_generate(session, &options, NULL, NULL, &result));
+    CHECK(result.generated_tokens == 2 && result.evicted_tokens == 77);
     OK(NVFP4_session_release(session));
 }
 
@@ -758,6 +763,20 @@ static void looking(void)
     OK(NVFP4_session_release(session));
 }
 
+typedef struct Sliding {
+    size_t left;
+    uint64_t before, most;
+} Sliding;
+
+static int32_t on_sliding(void *user, const NVFP4_TokenEvent *event)
+{
+    Sliding *sliding = user;
+    NVFP4_ModelStatistics statistics = {.struct_size = sizeof statistics};
+    OK(NVFP4_model_statistics(model, &statistics));
+    sliding->most = statistics.evicted_tokens - sliding->before;
+    return event->kind == NVFP4_EVENT_TOKEN && --sliding->left == 0;
+}
+
 static void full_contexts(void)
 {
     NVFP4_SessionOptions options;
@@ -783,9 +802,42 @@ static void full_contexts(void)
     static int32_t tokens[MOST];
     tokens_of(session, tokens);
     CHECK(tokens[0] == prompt[0] && tokens[1] == prompt[1] && tokens[2] != prompt[2]);
+    size_t evicted;
+    OK(NVFP4_session_evicted(session, &evicted));
+    CHECK(evicted == result.evicted_tokens && evicted + length_of(session) == PROMPT + NEW);
+    OK(NVFP4_session_release(session));
+
+    /* A window slides for as long as the host likes, here five contexts, and what it drops is told meanwhile. */
+    options.eviction = NVFP4_EVICTION_SLIDING_WINDOW;
+    options.keep = 0;
+    options.drop = 3;
+    session = create(&options);
+    Sliding sliding = {.left = 80};
+    NVFP4_ModelStatistics statistics = {.struct_size = sizeof statistics};
+    OK(NVFP4_model_statistics(model, &statistics));
+    sliding.before = statistics.evicted_tokens;
+    OK(NVFP4_session_prefill(session, prompt, PROMPT, NULL));
+    generate.max_tokens = SIZE_MAX;
+    OK(NVFP4_session_generate(session, &generate, on_sliding, &sliding, &result));
+    CHECK(result.finish == NVFP4_FINISH_CANCELLED && result.generated_tokens == 80);
+    CHECK(sliding.most == result.evicted_tokens && result.evicted_tokens % 3 == 0);
+    CHECK(result.evicted_tokens + length_of(session) == PROMPT + 80);
+    tokens_of(session, tokens);
+    CHECK(memcmp(tokens, prompt, 4 * sizeof *tokens) == 0);
+    OK(NVFP4_session_reset(session));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat(session, "Hi", 2, NULL, &generate, NULL, NULL, NULL));
+    SAYS("sliding window");
     OK(NVFP4_session_release(session));
 
     NVFP4_Session *none = NULL;
+    options.drop = 12;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_create(model, &options, &none));
+    SAYS("12 tokens at a time");
+    options.drop = 1;
+    options.eviction = NVFP4_EVICTION_DROP_OLDEST;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_create(model, &options, &none));
+    SAYS("drop is 1");
+    options.drop = 0;
     options.keep = 16;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_create(model, &options, &none));
     options.keep = 2;

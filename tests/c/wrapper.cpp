@@ -373,6 +373,7 @@ void sessions(const std::string &path, const std::string &scratch)
     nvfp4::Generation first = session.chat("Hi", options, [&](std::string_view text) { streamed += text; });
     CHECK(first.text == streamed && first.generated_tokens == 12 && first.finish == NVFP4_FINISH_LENGTH);
     CHECK(session.length() == first.prompt_tokens + 12 && session.memory() > 0);
+    CHECK(session.evicted() == 0 && first.evicted_tokens == 0);
     CHECK(session.messages().find("Be brief.") != std::string::npos);
 
     /* Another model begins with the prefixes of this one. */

@@ -9,7 +9,7 @@ use std::time::Instant;
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
 use NVFP4::engine::Served;
-use NVFP4::model::{Device, KvType};
+use NVFP4::model::{Device, KvType, LoadOptions};
 use NVFP4::session::{
     self, GenerateOptions, LogitAdjustments, Sampler, SamplingOptions, Session, SessionOptions,
     StepChoice,
@@ -99,7 +99,12 @@ fn a_step_ahead_changes_nothing() {
 #[test]
 fn adjusted_logits_decide_on_a_gpu_too() {
     let Some(gpu) = gpu() else { return };
-    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    // Deterministic, so that steps of two have the tokens of generations of one.
+    let options = LoadOptions {
+        deterministic: true,
+        ..LoadOptions::new(Device::Cuda(gpu))
+    };
+    let model = Served::load(&golden("qwen3_tied"), &options).unwrap();
     let prompt = some_tokens(&model, 20);
     let new = || prompted(&model, &with_context(200), &prompt);
     let free = by_logits(&mut new(), 12);

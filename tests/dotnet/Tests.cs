@@ -1297,6 +1297,14 @@ static partial class Tests
                 Throws<ArgumentException>(() => Session.Step(many, new[] { 3 }, out statuses));
             }
         }
+        using (var sliding = new Session(model, new SessionOptions { Context = 16, Eviction = Eviction.SlidingWindow, Drop = 3 }))
+        {
+            sliding.Prefill(new[] { 1, 2, 3, 4, 5, 6 });
+            var slid = sliding.Generate(new GenerateOptions { MaxTokens = 80, IgnoreModelStops = true });
+            Check(slid.GeneratedTokens == 80 && slid.EvictedTokens == sliding.Evicted && sliding.Evicted + sliding.Length == 86,
+                  "a window that has slid");
+            Check(model.Statistics().EvictedTokens >= slid.EvictedTokens, "the statistics of a window");
+        }
         using (var evicting = new Session(model, new SessionOptions { Context = 16, Keep = 2, Eviction = Eviction.DropOldest }))
         {
             evicting.Prefill(Prompt);

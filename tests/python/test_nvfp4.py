@@ -882,6 +882,19 @@ class Models(unittest.TestCase):
             self.assertEqual(result.text, text)
             self.assertEqual(result.finish, "length" if stop == "naïve" + end else "stop_string")
 
+    def test_sliding_window(self):
+        session = self.golden.session(context=16, eviction="sliding_window", drop=3)
+        session.prefill(range(1, 13))
+        before = self.golden.statistics["evicted_tokens"]
+        result = session.generate(max_tokens=80, ignore_model_stops=True)
+        self.assertEqual((result.finish, result.generated_tokens), ("length", 80))
+        self.assertEqual(session.evicted, result.evicted_tokens)
+        self.assertEqual(session.evicted + len(session), 12 + 80)
+        self.assertEqual(self.golden.statistics["evicted_tokens"] - before, session.evicted)
+        self.assertEqual(session.tokens[:4], [1, 2, 3, 4])
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "drop is 3"):
+            self.golden.session(context=16, drop=3)
+
     def test_draws(self):
         """The same ones however a text is divided into calls, also where old tokens were forgotten."""
         how = {"temperature": 1.5, "seed": 5, "ignore_model_stops": True}

@@ -270,6 +270,13 @@ namespace LibNVFP4
         /// run again. A chat drops whole turns, but never anything before the first user message, nor the last question.
         /// </summary>
         DropOldest = 1,
+        /// <summary>
+        /// A sliding window with attention sinks: keep the first <c>Keep</c> tokens and the most recent ones, and drop <c>Drop</c> tokens
+        /// between them at a time. The remaining tokens are run again at their new positions, so that the session is one that was given
+        /// these tokens alone. A generation goes on past the context, without an end if <c>MaxTokens</c> sets none. Refuses chats, which
+        /// keep whole turns.
+        /// </summary>
+        SlidingWindow = 2,
     }
 
     /// <summary>Why a generation ended.</summary>

@@ -23,6 +23,7 @@ namespace LibNVFP4
             FreeBytes = raw.FreeBytes;
             Preemptions = (long)raw.Preemptions;
             RecomputedTokens = (long)raw.RecomputedTokens;
+            EvictedTokens = (long)raw.EvictedTokens;
         }
 
         /// <summary>Passes over the weights.</summary>
@@ -72,5 +73,8 @@ namespace LibNVFP4
 
         /// <summary>Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights.</summary>
         public long RecomputedTokens { get; }
+
+        /// <summary>Tokens that eviction has dropped, because the contexts of sessions were full; also in calls that have failed since and were undone.</summary>
+        public long EvictedTokens { get; }
     }
 }

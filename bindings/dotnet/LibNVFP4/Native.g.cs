@@ -293,6 +293,9 @@ namespace LibNVFP4
         // Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights: see
         // NVFP4_trainer_model(). They count as prompt tokens too.
         internal ulong RecomputedTokens;
+        // Tokens that eviction has dropped, because the contexts of sessions were full; also in calls that have failed since and were
+        // undone.
+        internal ulong EvictedTokens;
     }
 
     // A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an
@@ -392,12 +395,16 @@ namespace LibNVFP4
         internal int IsPrivate;
         // The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the model.
         internal UIntPtr Context;
-        // Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
+        // Tokens at the beginning that eviction never drops. Default: 0, which is 4 for a sliding window. A chat's system prompt stays in
+        // any case.
         internal UIntPtr Keep;
         // The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied.
         internal byte* System;
         // Bytes of `system`.
         internal UIntPtr SystemLength;
+        // Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run
+        // again. Default: 0, half of those that are not kept. Must be 0 for other evictions.
+        internal UIntPtr Drop;
     }
 
     // How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by NVFP4_model_generate_options(),
@@ -427,7 +434,8 @@ namespace LibNVFP4
         // number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0, which
         // drafts if the model has a drafter, while that is faster.
         internal int Drafts;
-        // The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is generated.
+        // The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window. With 0 a
+        // prompt is run and nothing is generated.
         internal UIntPtr MaxTokens;
         // Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all tokens
         // appended before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.
@@ -515,7 +523,7 @@ namespace LibNVFP4
         internal int Finish;
         // Tokens before the first generated one: all those in the session, or in a chat those that the turn added.
         internal UIntPtr PromptTokens;
-        // Tokens generated, which are the last ones of the session.
+        // Tokens generated, which are the last ones of the session, as far as eviction has not dropped them.
         internal UIntPtr GeneratedTokens;
         // Seconds to run the part of the prompt that was not cached.
         internal double PrefillSeconds;
@@ -527,6 +535,8 @@ namespace LibNVFP4
         internal ulong Seed;
         // Number of tool calls in the answer; NVFP4_session_tool_calls() gives them.
         internal UIntPtr ToolCalls;
+        // Tokens that eviction has dropped for the generation and its prompt, since the context was full.
+        internal UIntPtr EvictedTokens;
     }
 
     // How to render and answer a turn. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read during the call
@@ -1650,6 +1660,12 @@ namespace LibNVFP4
         // Writes the number of tokens in the session; during a call, the number from before it.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_length(SessionHandle session, UIntPtr* length);
+
+        // Writes the number of tokens that eviction has dropped since the session was empty, because the context was full; during a call,
+        // the number from before it. `evicted_tokens` of NVFP4_model_statistics() counts those of all sessions of a model, also during a
+        // call.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_evicted(SessionHandle session, UIntPtr* count);
 
         // Writes the most tokens that the session can hold.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

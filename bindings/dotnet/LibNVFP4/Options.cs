@@ -193,8 +193,11 @@ namespace LibNVFP4
         /// <summary>The most tokens to hold. Memory is allocated as they are appended. 0, the default, is the context length of the model.</summary>
         public long Context { get => Interop.Long(Raw.Context); set => Raw.Context = Interop.Size(value); }
 
-        /// <summary>Tokens at the beginning that eviction never drops. Default: 0.</summary>
+        /// <summary>Tokens at the beginning that eviction never drops. Default: 0, which is 4 for a sliding window.</summary>
         public long Keep { get => Interop.Long(Raw.Keep); set => Raw.Keep = Interop.Size(value); }
+
+        /// <summary>Tokens that a sliding window drops at a time, or more if that is not enough. Default: 0, half of those that are not kept.</summary>
+        public long Drop { get => Interop.Long(Raw.Drop); set => Raw.Drop = Interop.Size(value); }
 
         /// <summary>Keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For measurements, and where the time of a first token must not tell what others have asked. Default: false.</summary>
         public bool IsPrivate { get => Raw.IsPrivate != 0; set => Raw.IsPrivate = value ? 1 : 0; }

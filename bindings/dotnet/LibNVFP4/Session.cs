@@ -91,6 +91,7 @@ namespace LibNVFP4
             Decode = TimeSpan.FromTicks((long)(result.DecodeSeconds * TimeSpan.TicksPerSecond));
             Seed = result.Seed;
             ToolCalls = checked((int)result.ToolCalls.ToUInt64());
+            EvictedTokens = Interop.Long(result.EvictedTokens);
         }
 
         /// <summary>Why it ended.</summary>
@@ -116,6 +117,9 @@ namespace LibNVFP4
 
         /// <summary>Number of tool calls in the answer, which <see cref="ChatSession.ToolCalls"/> has.</summary>
         public int ToolCalls { get; }
+
+        /// <summary>Tokens that eviction has dropped for the generation and its prompt, because the context was full.</summary>
+        public long EvictedTokens { get; }
     }
 
     /// <summary>
@@ -183,6 +187,17 @@ namespace LibNVFP4
                 UIntPtr context;
                 Interop.Check(Native.NVFP4_session_context(Handle, &context));
                 return Interop.Long(context);
+            }
+        }
+
+        /// <summary>The number of tokens that eviction has dropped, because the context was full; during a call, the number from before it.</summary>
+        public long Evicted
+        {
+            get
+            {
+                UIntPtr count;
+                Interop.Check(Native.NVFP4_session_evicted(Handle, &count));
+                return Interop.Long(count);
             }
         }
 

@@ -247,6 +247,10 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # Drop old tokens: the older half of those after the first `keep`, or more if that is not enough. The remaining tokens are run
         # again. A chat drops whole turns, but never anything before the first user message, nor the last question.
         "drop_oldest": 1,
+        # A sliding window with attention sinks: keep the first `keep` tokens and the most recent ones, and drop `drop` tokens between them
+        # at a time. The remaining tokens are run again at their new positions, so that the session is one that was given these tokens
+        # alone. A generation goes on past the context, without an end if `max_tokens` sets none. Refuses chats, which keep whole turns.
+        "sliding_window": 2,
     },
     # Why a generation ended.
     "finish": {
@@ -742,6 +746,8 @@ class ModelStatistics(Structure):
     - `preemptions`: Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
     - `recomputed_tokens`: Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights: see
       NVFP4_trainer_model(). They count as prompt tokens too.
+    - `evicted_tokens`: Tokens that eviction has dropped, because the contexts of sessions were full; also in calls that have failed since
+      and were undone.
     """
 
     _fields_ = [
@@ -763,6 +769,7 @@ class ModelStatistics(Structure):
         ("free_bytes", c_uint64),
         ("preemptions", c_uint64),
         ("recomputed_tokens", c_uint64),
+        ("evicted_tokens", c_uint64),
     ]
 
 
@@ -874,9 +881,12 @@ class SessionOptions(Structure):
     - `is_private`: 1 keeps the session out of the prefix cache: it runs all of its tokens, and no other session begins with its blocks. For
       measurements, and where the time of a first token must not tell what others have asked. Default: 0.
     - `context`: The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the model.
-    - `keep`: Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
+    - `keep`: Tokens at the beginning that eviction never drops. Default: 0, which is 4 for a sliding window. A chat's system prompt stays
+      in any case.
     - `system`: The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied.
     - `system_length`: Bytes of `system`.
+    - `drop`: Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run
+      again. Default: 0, half of those that are not kept. Must be 0 for other evictions.
     """
 
     _fields_ = [
@@ -888,6 +898,7 @@ class SessionOptions(Structure):
         ("keep", c_size_t),
         ("system", c_void_p),
         ("system_length", c_size_t),
+        ("drop", c_size_t),
     ]
 
 
@@ -910,8 +921,8 @@ class GenerateOptions(Structure):
     - `drafts`: The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
       number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0, which
       drafts if the model has a drafter, while that is faster.
-    - `max_tokens`: The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
-      generated.
+    - `max_tokens`: The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window.
+      With 0 a prompt is run and nothing is generated.
     - `seed`: Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all tokens
       appended before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.
     - `stop_tokens`: Tokens that end the text, besides the model's own stop tokens. A stop token is not appended. Default: NULL.
@@ -1015,12 +1026,13 @@ class GenerationResult(Structure):
     - `struct_size`: sizeof(NVFP4_GenerationResult) as the caller knows it.
     - `finish`: One of NVFP4_FINISH_*.
     - `prompt_tokens`: Tokens before the first generated one: all those in the session, or in a chat those that the turn added.
-    - `generated_tokens`: Tokens generated, which are the last ones of the session.
+    - `generated_tokens`: Tokens generated, which are the last ones of the session, as far as eviction has not dropped them.
     - `prefill_seconds`: Seconds to run the part of the prompt that was not cached.
     - `first_token_seconds`: Seconds from the call to the first token.
     - `decode_seconds`: Seconds from the first token to the end.
     - `seed`: The seed of the draws; the same seed repeats them.
     - `tool_calls`: Number of tool calls in the answer; NVFP4_session_tool_calls() gives them.
+    - `evicted_tokens`: Tokens that eviction has dropped for the generation and its prompt, since the context was full.
     """
 
     _fields_ = [
@@ -1033,6 +1045,7 @@ class GenerationResult(Structure):
         ("decode_seconds", c_double),
         ("seed", c_uint64),
         ("tool_calls", c_size_t),
+        ("evicted_tokens", c_size_t),
     ]
 
 
@@ -2212,6 +2225,12 @@ FUNCTIONS: Tuple[Function, ...] = (
         NVFP4_session_length(const NVFP4_Session *session, size_t *length)
 
         Writes the number of tokens in the session; during a call, the number from before it.
+        """),
+    Function("session_evicted", (c_void_p, c_void_p), Status, """
+        NVFP4_session_evicted(const NVFP4_Session *session, size_t *count)
+
+        Writes the number of tokens that eviction has dropped since the session was empty, because the context was full; during a call, the
+        number from before it. `evicted_tokens` of NVFP4_model_statistics() counts those of all sessions of a model, also during a call.
         """),
     Function("session_context", (c_void_p, c_void_p), Status, """
         NVFP4_session_context(const NVFP4_Session *session, size_t *context)

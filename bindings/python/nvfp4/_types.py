@@ -34,7 +34,7 @@ Container = Literal["modelopt", "dat"]
 # Precision of cached keys and values.
 KvType = Literal["float16", "float32", "float8"]
 # Treatment of tokens that do not fit in a session.
-Eviction = Literal["error", "drop_oldest"]
+Eviction = Literal["error", "drop_oldest", "sliding_window"]
 # Why a generation ended.
 Finish = Literal["stop", "stop_string", "length", "context", "cancelled", "deadline"]
 # Policy for holding tool calls of an answer to their tools' schemas.
@@ -181,8 +181,12 @@ class SessionOptions(TypedDict, total=False):
     is_private: bool
     # The most tokens to hold; memory is allocated as they are appended. 0, the default, is the context length of the model.
     context: int
-    # Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case.
+    # Tokens at the beginning that eviction never drops. Default: 0, which is 4 for a sliding window. A chat's system prompt stays in any
+    # case.
     keep: int
+    # Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run again.
+    # Default: 0, half of those that are not kept. Must be 0 for other evictions.
+    drop: int
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -208,7 +212,8 @@ class GenerateOptions(TypedDict, total=False):
     # refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0, which drafts if the
     # model has a drafter, while that is faster.
     drafts: int
-    # The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is generated.
+    # The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window. With 0 a prompt
+    # is run and nothing is generated.
     max_tokens: int
     # Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all tokens appended
     # before, including those that eviction has dropped. Default: #NVFP4_SEED_NEW.

@@ -305,7 +305,8 @@ class Session(Handle):
     """
     A sequence of tokens that a model runs. One call at a time may use it; another one raises Busy. Its length, memory and
     messages can be asked for at any time: during a call they are as they were before it. Options: context (tokens to hold; what
-    the model was made for unless told), kv_type (float16, float32), eviction (error, drop_oldest), keep, system.
+    the model was made for unless told), kv_type (float16, float32), eviction (error, drop_oldest, sliding_window), keep (tokens at the
+    beginning that stay), drop (tokens that a sliding window drops at a time; half unless told), system.
 
     Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty, seed (a new one
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
@@ -432,6 +433,11 @@ class Session(Handle):
     def context(self):
         """The most tokens that it can hold."""
         return self._value(ctypes.c_size_t, "context")
+
+    @property
+    def evicted(self):
+        """Tokens that eviction has dropped, because the context was full; during a call, those from before it."""
+        return self._value(ctypes.c_size_t, "evicted")
 
     @property
     def nbytes(self):

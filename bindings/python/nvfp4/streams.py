@@ -33,7 +33,8 @@ class ToolCall(typing.NamedTuple):
 class Generation(typing.NamedTuple):
     """
     The result of a generation. `finish` is stop, stop_string, length, context, cancelled or deadline; `seed` repeats its draws. In a chat,
-    `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall.
+    `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall. `evicted_tokens` were dropped because
+    the context was full.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Generation(typing.NamedTuple):
     first_token_seconds: float
     decode_seconds: float
     seed: int
+    evicted_tokens: int
 
 
 def _generation(session, result):

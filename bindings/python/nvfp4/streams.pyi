@@ -24,6 +24,7 @@ class Generation(NamedTuple):
     first_token_seconds: float
     decode_seconds: float
     seed: int
+    evicted_tokens: int
 
 class Piece(str):
     part: Part

@@ -150,6 +150,13 @@ impl Conversation {
                 rate(last.tokens.len().saturating_sub(1), t.decode_seconds),
                 last.seed
             ))?;
+            if self.session.evicted() > 0 {
+                output::line(format_args!(
+                    "{} tokens dropped since the context was full, {} of them for the last turn",
+                    self.session.evicted(),
+                    last.evicted
+                ))?;
+            }
             let drafts = last.drafts;
             if drafts.drafted > 0 {
                 output::line(format_args!(

@@ -15,6 +15,7 @@ use NVFP4::base::Result;
 use NVFP4::session::{ChatOptions, Session, SessionOptions};
 use NVFP4::text::messages_to_json;
 
+use super::context::ContextArgs;
 use super::{model, output, prompting, sampling};
 
 use self::command::Command;
@@ -34,9 +35,8 @@ pub(super) struct Args {
     /// sooner
     #[arg(long)]
     keep_reasoning: bool,
-    /// The context length in tokens; 0 takes the model's own
-    #[arg(long, default_value_t = 0)]
-    context: usize,
+    #[command(flatten)]
+    context: ContextArgs,
 }
 
 /// Arguments of a call up to this length are shown in the prompt for its result.
@@ -51,9 +51,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
         ..args.prompting.options(&model)?
     };
     let options = SessionOptions {
-        context: args.context,
+        context: args.context.context,
         kv: args.model.kv.into(),
         system: args.prompting.system.clone(),
+        eviction: args.context.eviction()?,
         ..SessionOptions::default()
     };
     let input = Input::new()?;

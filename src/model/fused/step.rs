@@ -46,8 +46,9 @@ struct Sequences<'a> {
 
 impl Executor {
     /// Runs one token of each of several sequences, at most [`BATCH`], which must use the same RoPE table. The drafter follows all of them or
-    /// none, and no first token. Returns the next token of each sequence that asks for one, and appends the logits of the others to `logits`, one row each. With `look_ahead`, enqueues the
-    /// following step at once, for the likely case that these sequences continue with those tokens, if they have blocks for it.
+    /// none, and no first token. Returns the next token of each sequence that asks for one, and appends the logits of the others to `logits`,
+    /// one row each. With `look_ahead`, enqueues the following step at once, for the likely case that these sequences continue with those
+    /// tokens, if they have blocks for it and all of them ask for one: logits are read after the step, whose place the next one takes.
     pub(in crate::model) fn step(
         &self,
         source: Source<'_>,
@@ -78,6 +79,7 @@ impl Executor {
             long: steps.first().is_some_and(|step| self.is_long(step.context)),
             follows: !sequences.before.is_empty(),
         };
+        let look_ahead = look_ahead && steps.iter().all(|step| choice_of(step).is_some());
         let mut memory = self.memory();
         let done = self.begin(source, &input, &sequences, &mut memory)?;
         let next = input.next(each_state(&sequences, |state, _| state.of_pass_ahead()));

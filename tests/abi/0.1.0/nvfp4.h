@@ -413,6 +413,13 @@ extern "C" {
 #define NVFP4_EVICTION_DROP_OLDEST 1
 
 /**
+ * A sliding window with attention sinks: keep the first `keep` tokens and the most recent ones, and drop `drop` tokens between them at a time.
+ * The remaining tokens are run again at their new positions, so that the session is one that was given these tokens alone. A generation
+ * goes on past the context, without an end if `max_tokens` sets none. Refuses chats, which keep whole turns.
+ */
+#define NVFP4_EVICTION_SLIDING_WINDOW 2
+
+/**
  * A new random seed for each generation, which reports it in its result. Steps of sessions use one that is chosen when the
  * session is created, and again when it is truncated.
  */
@@ -939,6 +946,8 @@ typedef struct NVFP4_ModelStatistics {
      * They count as prompt tokens too.
      */
     uint64_t recomputed_tokens;
+    /** Tokens that eviction has dropped, because the contexts of sessions were full; also in calls that have failed since and were undone. */
+    uint64_t evicted_tokens;
 } NVFP4_ModelStatistics;
 
 /**
@@ -1050,12 +1059,20 @@ typedef struct NVFP4_SessionOptions {
      * model.
      */
     size_t context;
-    /** Tokens at the beginning that eviction never drops. Default: 0. A chat's system prompt stays in any case. */
+    /**
+     * Tokens at the beginning that eviction never drops. Default: 0, which is 4 for a sliding window. A chat's system prompt stays in any
+     * case.
+     */
     size_t keep;
     /** The system prompt of NVFP4_session_chat(), in UTF-8. Default: NULL, none. Copied. */
     const char *system;
     /** Bytes of `system`. */
     size_t system_length;
+    /**
+     * Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run again.
+     * Default: 0, half of those that are not kept. Must be 0 for other evictions.
+     */
+    size_t drop;
 } NVFP4_SessionOptions;
 
 /**
@@ -1097,8 +1114,8 @@ typedef struct NVFP4_GenerateOptions {
      */
     int32_t drafts;
     /**
-     * The most tokens to generate. Default: SIZE_MAX, as many as fit in the context. With 0 a prompt is run and nothing is
-     * generated.
+     * The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window. With 0 a prompt
+     * is run and nothing is generated.
      */
     size_t max_tokens;
     /**
@@ -1207,7 +1224,7 @@ typedef struct NVFP4_GenerationResult {
     int32_t finish;
     /** Tokens before the first generated one: all those in the session, or in a chat those that the turn added. */
     size_t prompt_tokens;
-    /** Tokens generated, which are the last ones of the session. */
+    /** Tokens generated, which are the last ones of the session, as far as eviction has not dropped them. */
     size_t generated_tokens;
     /** Seconds to run the part of the prompt that was not cached. */
     double prefill_seconds;
@@ -1219,6 +1236,8 @@ typedef struct NVFP4_GenerationResult {
     uint64_t seed;
     /** Number of tool calls in the answer; NVFP4_session_tool_calls() gives them. */
     size_t tool_calls;
+    /** Tokens that eviction has dropped for the generation and its prompt, since the context was full. */
+    size_t evicted_tokens;
 } NVFP4_GenerationResult;
 
 /**
@@ -2691,6 +2710,14 @@ NVFP4_Status NVFP4_session_result(NVFP4_Session *session,
 
 /** Writes the number of tokens in the session; during a call, the number from before it. */
 NVFP4_API NVFP4_Status NVFP4_session_length(const NVFP4_Session *session, size_t *length);
+
+/**
+ * Writes the number of tokens that eviction has dropped since the session was empty, because the context was full; during a call, the
+ * number from before it. `evicted_tokens` of NVFP4_model_statistics() counts those of all sessions of a model, also during a call.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_evicted(const NVFP4_Session *session,
+                                   size_t *count);
 
 /** Writes the most tokens that the session can hold. */
 NVFP4_API NVFP4_Status NVFP4_session_context(const NVFP4_Session *session, size_t *context);

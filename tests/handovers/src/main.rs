@@ -1,7 +1,7 @@
 //! The library's hand-overs between threads under random schedules: [NAME [SEED]].
 //!
 //! The files of the library stand here as they are, on a `base/sync.rs` whose threads shuttle schedules and whose clock is the program's own.
-//! What they call besides is a stand-in that does no more than they need. Each program runs under random schedules and under those of PCT,
+//! Everything else that they call is a stand-in that does no more than they need. Each program runs under random schedules and under those of PCT,
 //! with timeouts that come late and early. It fails if threads wait for each other, and if what it asserts is wrong.
 
 // Programs use a part of what the library's files offer.
@@ -120,7 +120,7 @@ fn main() -> ExitCode {
                     "FAILED  {name}, timeouts {:?}; those after it did not run",
                     timeouts()
                 );
-                // What a failed execution leaves behind may fail others.
+                // A failed execution leaves state behind that may fail others.
                 break;
             }
         }

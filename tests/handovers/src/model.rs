@@ -12,7 +12,7 @@ use crate::base::{Result, sync};
 /// Time of a pass.
 const PASS: Duration = Duration::from_millis(4);
 
-/// What goes wrong where a sequence is run.
+/// A planned failure of the pass that runs a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     None,

@@ -222,7 +222,7 @@ pub fn turns_pass_on() {
     );
 }
 
-/// Who gives up a turn holds nobody up, even if it has just become the next.
+/// A caller that gives up its turn holds nobody up, even if it has just become the next.
 pub fn turns_are_given_up() {
     let (turns, stop) = (
         Arc::new(Turns::new()),

@@ -1,4 +1,4 @@
-//! What the library's `base/sync.rs` names, under shuttle's scheduler and a clock of its own. Shuttle's condition variables never time out, so
+//! Stand-in of the library's `base/sync.rs`, under shuttle's scheduler and a clock of its own. Shuttle's condition variables never time out, so
 //! those of this file do: a task, the timekeeper, moves the clock to the next timeout.
 //!
 //! The scheduler of `schedule.rs` lets it do so when nobody else can run. Time that passes is then time for which every thread slept, and a
@@ -94,7 +94,7 @@ fn keep_time() {
             let at = world.timers.iter().map(|timer| timer.0).min()?;
             let is_next = |&i: &usize| world.timers[i].0 == at;
             let next: Vec<usize> = (0..world.timers.len()).filter(is_next).collect();
-            // Of timeouts at the same time, any may be the first.
+            // Any of several timeouts at the same time may be the first.
             let first = next[thread_rng().gen_range(0..next.len())];
             Some(world.timers.swap_remove(first))
         });

@@ -120,7 +120,7 @@ pub fn forks_are_given_up() {
     assert_eq!(live.load(SeqCst), 0, "forks that nobody has");
 }
 
-/// Who waits for a fork has it when the step ends, while the next one runs.
+/// A caller that waits for a fork has it when the step ends, while the next one runs.
 pub fn forks_are_taken_during_the_next_step() {
     let (forks, live) = (Arc::new(Forks::default()), Arc::new(AtomicI64::new(0)));
     let forker = || {
@@ -147,7 +147,7 @@ pub fn forks_are_taken_during_the_next_step() {
     assert_eq!(live.load(SeqCst), 0, "forks that nobody has");
 }
 
-/// Who waits for a fork hears at once that the next token takes long.
+/// A caller that waits for a fork learns at once that the next token takes long.
 pub fn forks_are_refused_by_long_steps() {
     let (forks, live) = (Arc::new(Forks::default()), Arc::new(AtomicI64::new(0)));
     let forker = || {
@@ -366,7 +366,7 @@ pub fn queues_cancel_those_that_are_full() {
     queue.close();
 }
 
-/// As many generations run at a time as may, whatever threads wait for work.
+/// The queue runs its most generations at a time, however many threads wait for work.
 pub fn queues_run_as_many_as_they_may() {
     let queue = queue(2, 8);
     let mut heard = Heard::default();
@@ -495,7 +495,7 @@ pub fn queues_close() {
 }
 
 thread_local! {
-    /// What the last program's threads must have dropped when they have ended.
+    /// Held by the last program's work, and dropped when its threads have ended.
     static HELD: std::cell::RefCell<Option<Arc<()>>> = const { std::cell::RefCell::new(None) };
 }
 
