@@ -19,6 +19,7 @@ mod pace;
 mod probabilities;
 mod queue;
 mod sampler;
+mod score;
 mod state_file;
 mod text;
 mod transcript;
@@ -46,6 +47,7 @@ pub use queue::{
     Happened, Queue, QueueCounts, QueueEvent, QueueOptions, Submission, Submitted, Work,
 };
 pub use sampler::Sampler;
+pub use score::ScoredToken;
 pub use transcript::Transcript;
 
 use adjustments::Adjuster;

@@ -25,6 +25,15 @@ class Generation(NamedTuple):
     decode_seconds: float
     seed: int
 
+class Score(NamedTuple):
+    log_probabilities: list[float]
+    is_argmax: list[bool]
+
+    @property
+    def total(self) -> float: ...
+    @property
+    def is_greedy(self) -> bool: ...
+
 class Piece(str):
     part: Part
     token: Optional[int]
