@@ -1593,6 +1593,13 @@ struct Generation : NVFP4_GenerationResult {
     std::string text;
 };
 
+/** Log-probabilities of the tokens of a continuation. */
+struct Score {
+    std::vector<float> log_probabilities;
+    /** 1 for each token that is the argmax. */
+    std::vector<std::int32_t> is_argmax;
+};
+
 /** A conversation, or another sequence of tokens, run by a model. */
 class Session : public detail::Handle<NVFP4_Session, NVFP4_session_retain, NVFP4_session_release> {
 public:
@@ -1675,6 +1682,35 @@ public:
         std::vector<std::pair<std::int32_t, float>> out;
         for (std::size_t i = 0; i < tokens.size(); i++)
             out.emplace_back(tokens[i], values[i]);
+        return detail::result(status, std::move(out));
+    }
+
+    /** Scores continuations, each as if it stood alone after the session's tokens, which stay as they are. */
+    Result<std::vector<Score>> score(Span<std::vector<std::int32_t>> continuations, const NVFP4_CallOptions *call = nullptr)
+    {
+        std::vector<const std::int32_t *> texts;
+        std::vector<std::size_t> lengths;
+        std::size_t total = 0;
+        for (std::size_t i = 0; i < continuations.size(); i++) {
+            const std::vector<std::int32_t> &tokens = continuations.data()[i];
+            texts.push_back(tokens.data());
+            lengths.push_back(tokens.size());
+            total += tokens.size();
+        }
+        std::vector<float> values(total);
+        std::vector<std::int32_t> argmaxes(total);
+        const NVFP4_Status status = NVFP4_session_score(get(), texts.data(), lengths.data(), texts.size(), call, values.data(),
+                                                        argmaxes.data());
+        std::vector<Score> out(texts.size());
+        auto value = values.begin();
+        auto argmax = argmaxes.begin();
+        for (std::size_t i = 0; i < out.size(); i++) {
+            const auto length = static_cast<std::ptrdiff_t>(lengths[i]);
+            out[i].log_probabilities.assign(value, value + length);
+            out[i].is_argmax.assign(argmax, argmax + length);
+            value += length;
+            argmax += length;
+        }
         return detail::result(status, std::move(out));
     }
 

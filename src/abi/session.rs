@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use super::arguments::{
     self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, results,
-    slice, text,
+    slice, slice_mut, text,
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
 use super::grammar::NVFP4_Grammar;
@@ -1262,6 +1262,58 @@ pub unsafe extern "C-unwind" fn NVFP4_session_restore(
         // SAFETY: as above.
         out.set(insert(unsafe { watched(call, restore) }?));
         Ok(())
+    })
+}
+
+/// Gives the log-probabilities of continuations, each as if it stood alone after the tokens of the session, which keeps its tokens. With an
+/// empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects at the
+/// beginning, as NVFP4_model_tokenize() does.
+///
+/// The continuations share the cache of the session's tokens, and their tokens run together, up to 64 in a pass. The logits of one pass at a
+/// time are in host memory, on a GPU too, which copies them there; nothing keeps them. On the CPU a result has the same bits alone and beside others.
+///
+/// - `continuations`, `lengths`: `count` arrays of tokens with their lengths. #NVFP4_CONTEXT_FULL if one does not fit after the session's
+///   tokens; nothing is evicted.
+/// - `call`: cancels the call and reports the tokens run; may be NULL.
+/// - `log_probabilities`: receives the natural logarithm of each token's probability after the tokens before it, by the model's own logits:
+///   one for each token of the first continuation, then those of the second, and so on. NaN for a token that no other stands before.
+/// - `is_argmax`: receives 1 for each token that is the argmax, and 0 for others; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_session_score(
+    session: *mut NVFP4_Session,
+    continuations: *const *const i32,
+    lengths: *const usize,
+    count: usize,
+    call: *const NVFP4_CallOptions,
+    log_probabilities: *mut f32,
+    is_argmax: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_session_score", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let texts = slice("continuations", continuations, count)?.iter();
+            let each = texts.zip(slice("lengths", lengths, count)?).enumerate();
+            let tokens = each.map(|(i, (&tokens, &length))| {
+                let tokens = slice("its tokens", tokens, length).and_then(tokens_in);
+                tokens.map_err(|e| e.within(format_args!("continuations[{i}]")))
+            });
+            let tokens = tokens.collect::<Result<Vec<_>>>()?;
+            let total = tokens.iter().map(Vec::len).sum();
+            let out = slice_mut("log_probabilities", log_probabilities, total)?;
+            let argmaxes = match is_argmax.is_null() {
+                true => &mut [][..],
+                false => slice_mut("is_argmax", is_argmax, total)?,
+            };
+            let views: Vec<&[u32]> = tokens.iter().map(Vec::as_slice).collect();
+            let scores = with_long(session, call, |state| state.session.score(&views))?.concat();
+            for (out, score) in out.iter_mut().zip(&scores) {
+                *out = score.log_probability;
+            }
+            for (out, score) in argmaxes.iter_mut().zip(&scores) {
+                *out = score.is_argmax.into();
+            }
+            Ok(())
+        }
     })
 }
 

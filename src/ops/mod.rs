@@ -9,6 +9,7 @@ pub mod calibrated;
 pub mod delta;
 mod device;
 pub mod experts;
+pub mod likelihood;
 pub mod linear;
 pub mod mamba;
 pub mod norm;

@@ -20,6 +20,7 @@ mod pace;
 mod probabilities;
 mod queue;
 mod sampler;
+mod score;
 mod state_file;
 mod text;
 mod transcript;
@@ -47,6 +48,7 @@ pub use queue::{
     Happened, Queue, QueueCounts, QueueEvent, QueueOptions, Submission, Submitted, Work,
 };
 pub use sampler::Sampler;
+pub use score::ScoredToken;
 pub use transcript::Transcript;
 
 use adjustments::Adjuster;

@@ -1042,6 +1042,19 @@ static void adjustments(NVFP4_Model *model)
         BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
         BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
     }
+    biased[1] = 400000;
+    lengths[0] = 2;
+    BAD(invalid, NVFP4_session_score, session, words, lengths, 1, NULL, biases, NULL);
+    SAYS("token 400000");
+    biased[1] = -1;
+    BAD(invalid, NVFP4_session_score, session, words, lengths, 1, NULL, biases, NULL);
+    SAYS("continuations[0]");
+    biased[1] = 5;
+    BAD(invalid, NVFP4_session_score, session, NULL, lengths, 1, NULL, biases, NULL);
+    BAD(invalid, NVFP4_session_score, session, words, NULL, 1, NULL, biases, NULL);
+    BAD(invalid, NVFP4_session_score, session, words, lengths, 1, NULL, NULL, NULL);
+    HANDLE(NVFP4_session_score, h, words, lengths, 1, NULL, biases, NULL);
+    OK(NVFP4_session_score(session, words, lengths, 1, NULL, biases, NULL));
     how.top_log_probabilities = 2;
     OK(NVFP4_session_sample(session, &how, &token));
     BAD(invalid, NVFP4_session_top_log_probabilities, session, biased, biases, 2, NULL);

@@ -1112,6 +1112,26 @@ static void detokenizers(void)
     }
     options.top_log_probabilities = 0;
 
+    /* Given tokens have the log-probabilities that they would have if they were generated. */
+    static Told again;
+    float scored[66];
+    int32_t is_argmax[66];
+    const int32_t *continuations[3] = {tokens + PROMPT, tokens, tokens + PROMPT};
+    const size_t lengths[3] = {60, 0, 6};
+    OK(NVFP4_session_truncate(session, PROMPT));
+    OK(NVFP4_session_score(session, continuations, lengths, 3, NULL, scored, is_argmax));
+    CHECK(memcmp(scored, scored + 60, 6 * sizeof *scored) == 0 && memcmp(is_argmax, is_argmax + 60, 6 * sizeof *is_argmax) == 0);
+    OK(NVFP4_session_length(session, &count));
+    CHECK(count == PROMPT);
+    sum = 0;
+    for (size_t i = 0; i < 60; i++)
+        sum += (double)scored[i];
+    CHECK(fabs(sum - told.sum) < 1e-2);
+    options.temperature = 0;
+    options.max_tokens = 1;
+    OK(NVFP4_session_generate(session, &options, on_probability, &again, NULL));
+    CHECK((fabs(again.sum - (double)scored[0]) < 1e-4) == is_argmax[0]);
+
     options.max_tokens = 60;
     const char *piece, *stop = text;
     size_t length, bytes = 0, where = told.bytes / 2, stop_length = 2;

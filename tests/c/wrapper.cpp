@@ -641,6 +641,9 @@ void streams(const std::string &path)
         CHECK(asked.sample(biased) == 7 || asked.sample(biased) == 8);
         const auto top = asked.top_log_probabilities();
         CHECK(top.size() == 5 && top[1].second >= top[2].second && top[1].second < 0);
+        const std::vector<nvfp4::Score> scores = asked.score({{9, 8, 7}, {}, {top[1].first}});
+        CHECK(scores.size() == 3 && scores[0].log_probabilities.size() == 3 && scores[1].is_argmax.empty());
+        CHECK(scores[2].is_argmax == std::vector<std::int32_t>{1});
         std::size_t told = 0;
         biased.max_tokens = 3;
         asked.generate(biased, [&](const nvfp4::Piece &piece) {

@@ -157,6 +157,31 @@ fn adjusted_logits_decide_on_a_gpu_too() {
 }
 
 #[test]
+fn scores_on_a_gpu_are_those_of_its_logits() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let all = some_tokens(&model, 150);
+    let options = with_context(256);
+    let mut session = prompted(&model, &options, &all[..20]);
+    let continuations = [&all[20..120], &all[3..4], &all[60..100], &[]];
+    let scores = session.score(&continuations).unwrap();
+    assert_eq!(session.tokens(), &all[..20]);
+    for (tokens, scores) in continuations.iter().zip(&scores) {
+        assert_eq!(scores.len(), tokens.len());
+        let mut by_hand = prompted(&model, &options, &all[..20]);
+        for (&token, score) in tokens.iter().zip(scores) {
+            let logits = as_f64(by_hand.logits().unwrap());
+            let sum: f64 = logits.iter().map(|l| l.exp()).sum();
+            let want = logits[token as usize] - sum.ln();
+            // Steps and prompts sum in other orders.
+            let got = f64::from(score.log_probability);
+            assert!((got - want).abs() < 0.02, "{got} and not {want}");
+            by_hand.decode(token).unwrap();
+        }
+    }
+}
+
+#[test]
 fn sessions_are_saved_on_one_device_and_restored_on_the_other() {
     let Some(gpu) = gpu() else { return };
     let cpu = load_on(Device::cpu(Some(1)).unwrap(), &golden("qwen3_tied"));

@@ -779,6 +779,12 @@ static partial class Tests
             Same(chosen, first.Token);
             Check(first.Top.SequenceEqual(top.Skip(1)) && first.LogProbability == top[0].LogProbability);
             session.Truncate(7);
+            ContinuationScore[] scores = session.Score(new[] { new[] { top[1].Token, 5 }, new int[0], new[] { chosen } });
+            Check(scores.Length == 3 && scores[0].IsArgmax[0] && scores[0].LogProbabilities.Count == 2 && scores[1].IsArgmax.Count == 0);
+            Check(Math.Abs(scores[2].LogProbabilities[0] - top[0].LogProbability) < 1e-4);
+            Same(7L, session.Length);
+            Throws<Nvfp4ArgumentException>(() => session.Score(new[] { new[] { -1 } }), "continuations[0]");
+            session.Truncate(7);
             options.PresencePenalty = 2e6f;
             options.BadWords = null;
             options.FrequencyPenalty = 1;

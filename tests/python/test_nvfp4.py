@@ -1481,6 +1481,20 @@ class Conversations(unittest.TestCase):
         self.assertEqual(((chosen, own), len(top)), (top[0], 2))
         self.assertEqual(session.top_log_probabilities, [])
         self.assertRaisesRegex(nvfp4.InvalidArgument, "the 21 most probable", session.sample, top_log_probabilities=21)
+        # Given tokens.
+        tokens, before = session.tokens, len(session)
+        scores = session.score([[7, 8, 9], [], [piece.token for piece in pieces]])
+        self.assertEqual(([len(score.is_argmax) for score in scores], len(session)), ([3, 0, 3], before))
+        for value, piece in zip(scores[2].log_probabilities, pieces):
+            self.assertAlmostEqual(value, piece.log_probability, 4)
+        self.assertEqual(scores[2].is_argmax, [piece.top_log_probabilities[0][0] == piece.token for piece in pieces])
+        self.assertAlmostEqual(scores[0].total, sum(self.model.log_probabilities([7, 8, 9], after=tokens)), 4)
+        whole = self.model.log_probabilities(tokens + [7, 8])
+        self.assertTrue(math.isnan(whole[0]) and not any(map(math.isnan, whole[1:])))
+        self.assertAlmostEqual(whole[-1], scores[0].log_probabilities[1], 4)
+        self.assertEqual(len(self.model.log_probabilities(" there", after="Hello")), len(self.model.tokenizer.encode(" there", False)))
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "continuation 1: token 50000", session.score, [[1], [50000]])
+        self.assertRaisesRegex(nvfp4.ContextFull, "continuation 1", self.model.session(context=8).score, [[1] * 8, [1] * 9])
         # Words that came are completed no more.
         how = {"max_tokens": 20, "ignore_model_stops": True, "temperature": 1.5, "seed": 5}
         fork.generate(**how)

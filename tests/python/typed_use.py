@@ -72,6 +72,8 @@ def sessions() -> None:
 
     nvfp4.Model("model", device=0)  # type: ignore[arg-type]
     session.generate(logit_bias={3: -1.5}, bad_words=[[1, 2], (3,)], presence_penalty=0.5, frequency_penalty=0.5)
+    assert_type(session.score([[1, 2], (3,)])[0].total, float)
+    assert_type(model.log_probabilities("a", after=[1]), List[float])
     assert_type(session.top_log_probabilities, List[Tuple[int, float]])
     session.generate(bad_words=["a"])  # type: ignore[list-item]
     session.generate(grammar="a")  # type: ignore[arg-type]

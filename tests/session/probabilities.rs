@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
+use NVFP4::base::call::{Cancel, Watch};
 use NVFP4::engine::Served;
 use NVFP4::session::{
     GenerateOptions, LogitAdjustments, MOST_TOP, Piece, Sampler, SamplingOptions, Session,
@@ -419,4 +420,87 @@ fn the_most_probable_tokens_are_the_models_own() {
         "the 21 most probable",
         |s| s.generate(&how, &mut super::go),
     );
+}
+
+#[test]
+fn scores_are_those_of_the_logits() {
+    let model = load("llama_llama3");
+    let all = some_tokens(&model, 200);
+    for held in [0, 1, 40] {
+        let context = &all[..held];
+        // Empty, short, and longer than a pass.
+        let lengths = [0, 1, 2, 100, 7, 0, 65, 33, 1];
+        let continuations: Vec<Vec<u32>> = (0..)
+            .zip(lengths)
+            .map(|(i, len)| (0..len).map(|j| (i * 37 + j * j * 11) % 150).collect())
+            .collect();
+        let views: Vec<&[u32]> = continuations.iter().map(Vec::as_slice).collect();
+        let mut session = session(&model);
+        session.prefill(context).unwrap();
+        let before = state(&mut session);
+        let scores = session.score(&views).unwrap();
+        assert!(state(&mut session) == before);
+        assert_eq!(scores.len(), views.len());
+        let mut argmaxes = 0;
+        for (tokens, scores) in views.iter().zip(&scores) {
+            assert_eq!(scores.len(), tokens.len());
+            let mut by_hand = super::with(&model, |o| o.private = true);
+            by_hand.prefill(context).unwrap();
+            for (&token, score) in tokens.iter().zip(scores) {
+                if by_hand.is_empty() {
+                    assert!(score.log_probability.is_nan() && !score.is_argmax);
+                } else {
+                    let ranked = ranked(by_hand.logits().unwrap());
+                    let own = ranked.iter().find(|(t, _)| *t == token).unwrap().1;
+                    assert!((f64::from(score.log_probability) - own).abs() < 1e-5);
+                    assert_eq!(score.is_argmax, ranked[0].0 == token);
+                }
+                argmaxes += usize::from(score.is_argmax);
+                by_hand.decode(token).unwrap();
+            }
+            // Alone, a continuation has the same bits.
+            let alone = format!("{:?}", session.score(&[tokens]).unwrap()[0]);
+            assert_eq!(alone, format!("{scores:?}"));
+        }
+        // A greedy generation chooses the argmax.
+        if held > 0 {
+            let how = GenerateOptions {
+                sampling: SamplingOptions::GREEDY,
+                ..drawn(20)
+            };
+            let greedy = generate(&mut session.fork().unwrap(), &how).tokens;
+            let scores = session.score(&[&greedy]).unwrap();
+            assert!(scores[0].iter().all(|score| score.is_argmax), "{argmaxes}");
+        }
+    }
+}
+
+#[test]
+fn scores_that_cannot_be_change_nothing() {
+    let model = load("qwen3_tied");
+    let mut session = super::with(&model, |o| o.context = 12);
+    session.prefill(&some_tokens(&model, 8)).unwrap();
+    refused(
+        &mut session,
+        ErrorKind::ContextFull,
+        "continuation 1: 5 tokens do not fit: 8 of 12",
+        |s| s.score(&[&[1; 4], &[1; 5]]),
+    );
+    refused(
+        &mut session,
+        ErrorKind::InvalidArgument,
+        "continuation 0",
+        |s| s.score(&[&[3, 320]]),
+    );
+    let cancel = Cancel::new();
+    cancel.cancel();
+    let watch = Watch {
+        flags: &[&|| cancel.is_set()],
+        ..Watch::default()
+    };
+    refused(&mut session, ErrorKind::Cancelled, "", |s| {
+        watch.during(|| s.score(&[&[3, 4, 5]]))
+    });
+    assert_eq!(session.score(&[]).unwrap(), Vec::<Vec<_>>::new());
+    assert_eq!(session.score(&[&[]]).unwrap(), [vec![]]);
 }

@@ -1712,6 +1712,25 @@ namespace LibNVFP4
         internal static extern int NVFP4_session_restore(ModelHandle model, byte* path, UIntPtr pathLength, NativeCallOptions* call,
             out SessionHandle result);
 
+        // Gives the log-probabilities of continuations, each as if it stood alone after the tokens of the session, which keeps its tokens.
+        // With an empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects
+        // at the beginning, as NVFP4_model_tokenize() does.
+        //
+        // The continuations share the cache of the session's tokens, and their tokens run together, up to 64 in a pass. The logits of one
+        // pass at a time are in host memory, on a GPU too, which copies them there; nothing keeps them. On the CPU a result has the same
+        // bits alone and beside others.
+        //
+        // - `continuations`, `lengths`: `count` arrays of tokens with their lengths. #NVFP4_CONTEXT_FULL if one does not fit after the
+        //   session's tokens; nothing is evicted.
+        // - `call`: cancels the call and reports the tokens run; may be NULL.
+        // - `log_probabilities`: receives the natural logarithm of each token's probability after the tokens before it, by the model's own
+        //   logits: one for each token of the first continuation, then those of the second, and so on. NaN for a token that no other stands
+        //   before.
+        // - `is_argmax`: receives 1 for each token that is the argmax, and 0 for others; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_score(SessionHandle session, int** continuations, UIntPtr* lengths, UIntPtr count,
+            NativeCallOptions* call, float* logProbabilities, int* isArgmax);
+
         // Appends `tokens[i]` to `sessions[i]`, for `count` sessions, and runs them all in one pass over the weights, which takes little
         // longer than a decode step of one session. The sessions must be distinct and of the same model handle. A call that fails leaves
         // all of them unchanged.

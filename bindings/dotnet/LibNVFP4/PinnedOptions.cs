@@ -26,6 +26,56 @@ namespace LibNVFP4
         }
     }
 
+    /// Continuations to be scored.
+    internal sealed unsafe class PinnedTexts : Pinned
+    {
+        internal readonly int** Texts;
+        internal readonly UIntPtr* Lengths;
+        internal readonly int Count, Total;
+        readonly UIntPtr[] lengths;
+
+        internal PinnedTexts(IEnumerable<int[]> texts)
+        {
+            var places = new List<IntPtr>();
+            var sizes = new List<UIntPtr>();
+            try
+            {
+                foreach (int[] tokens in texts)
+                {
+                    if (tokens == null)
+                        throw new ArgumentNullException(nameof(texts), "a continuation is null");
+                    places.Add(Pin(tokens));
+                    sizes.Add(Interop.Size(tokens.Length));
+                    Total += tokens.Length;
+                }
+                lengths = sizes.ToArray();
+                Texts = (int**)Pin(places.ToArray());
+                Lengths = (UIntPtr*)Pin(lengths);
+                Count = places.Count;
+            }
+            catch
+            {
+                Dispose();
+                throw;
+            }
+        }
+
+        /// The scores of each, of those of all tokens.
+        internal ContinuationScore[] Divide(float[] values, int[] argmaxes)
+        {
+            var scores = new ContinuationScore[Count];
+            int at = 0;
+            for (int i = 0; i < Count; i++)
+            {
+                var own = new float[(int)lengths[i]];
+                Array.Copy(values, at, own, 0, own.Length);
+                scores[i] = new ContinuationScore(own, Array.ConvertAll(new ArraySegment<int>(argmaxes, at, own.Length).ToArray(), one => one != 0));
+                at += own.Length;
+            }
+            return scores;
+        }
+    }
+
     internal sealed unsafe class PinnedOptions : Pinned
     {
         internal NativeGenerateOptions Raw;

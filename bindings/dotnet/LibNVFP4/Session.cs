@@ -34,6 +34,22 @@ namespace LibNVFP4
         }
     }
 
+    /// <summary>A continuation, as a model predicts it: see <see cref="Session.Score"/>.</summary>
+    public sealed class ContinuationScore
+    {
+        internal ContinuationScore(float[] logProbabilities, bool[] isArgmax)
+        {
+            LogProbabilities = logProbabilities;
+            IsArgmax = isArgmax;
+        }
+
+        /// <summary>The natural logarithm of each token's probability after the tokens before it; NaN for a token that no other stands before.</summary>
+        public IReadOnlyList<float> LogProbabilities { get; }
+
+        /// <summary>Whether each token is the argmax.</summary>
+        public IReadOnlyList<bool> IsArgmax { get; }
+    }
+
     /// <summary>A token or a piece of text of a generation.</summary>
     public struct TokenEvent
     {
@@ -312,6 +328,32 @@ namespace LibNVFP4
                 call.Finish(status);
             }
             return token;
+        }
+
+        /// <summary>Gives the log-probabilities of continuations, each as if it stood alone after the tokens of the session, which keeps its tokens. With an empty session they are whole texts.</summary>
+        /// <param name="continuations">Tokens of each.</param>
+        /// <param name="progress">Is told how many of them are run, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public ContinuationScore[] Score(IEnumerable<int[]> continuations, ProgressHandler progress = null,
+            CancellationToken cancellation = default(CancellationToken))
+        {
+            if (continuations == null)
+                throw new ArgumentNullException(nameof(continuations));
+            using (var pinned = new PinnedTexts(continuations))
+            {
+                var values = new float[pinned.Total];
+                var argmaxes = new int[pinned.Total];
+                using (var call = new Call(cancellation, progress, Handle))
+                    call.Finish(Interop.Try(() =>
+                    {
+                        fixed (float* value = values)
+                        fixed (int* argmax = argmaxes)
+                            return Native.NVFP4_session_score(Handle, pinned.Texts, pinned.Lengths, Interop.Size(pinned.Count), call.Options,
+                                value, argmax);
+                    }));
+                Handle.Press();
+                return pinned.Divide(values, argmaxes);
+            }
         }
 
         /// <summary>The token that the last <see cref="Sample"/> or step chose for this session, and then the most probable ones; empty unless its options asked for log-probabilities.</summary>

@@ -2283,6 +2283,25 @@ FUNCTIONS: Tuple[Function, ...] = (
 
         - `call`: cancels the call and reports the bytes read; may be NULL.
         """),
+    Function("session_score", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_session_score(NVFP4_Session *session, const int32_t *const *continuations, const size_t *lengths, size_t count, const NVFP4_CallOptions *call, float *log_probabilities, int32_t *is_argmax)
+
+        Gives the log-probabilities of continuations, each as if it stood alone after the tokens of the session, which keeps its tokens.
+        With an empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects at
+        the beginning, as NVFP4_model_tokenize() does.
+
+        The continuations share the cache of the session's tokens, and their tokens run together, up to 64 in a pass. The logits of one pass
+        at a time are in host memory, on a GPU too, which copies them there; nothing keeps them. On the CPU a result has the same bits alone
+        and beside others.
+
+        - `continuations`, `lengths`: `count` arrays of tokens with their lengths. #NVFP4_CONTEXT_FULL if one does not fit after the
+          session's tokens; nothing is evicted.
+        - `call`: cancels the call and reports the tokens run; may be NULL.
+        - `log_probabilities`: receives the natural logarithm of each token's probability after the tokens before it, by the model's own
+          logits: one for each token of the first continuation, then those of the second, and so on. NaN for a token that no other stands
+          before.
+        - `is_argmax`: receives 1 for each token that is the argmax, and 0 for others; may be NULL.
+        """),
     Function("session_step", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
         NVFP4_session_step(NVFP4_Session *const *sessions, const int32_t *tokens, size_t count, const NVFP4_CallOptions *call, NVFP4_Status *statuses)
 

@@ -2,12 +2,13 @@
 
 import array
 import ctypes
+import itertools
 import json
 import threading
 
 from . import native
 from .native import Handle, InvalidArgument, Single, chosen, lib
-from .streams import Stream
+from .streams import Score, Stream
 
 
 # Options of a chat's turn. All others are those of a generation or of a session.
@@ -232,6 +233,22 @@ class Model(Handle):
     def session(self, **options):
         return Session(self, **options)
 
+    def log_probabilities(self, text, after=None, cancel=None):
+        """
+        The log-probability of each token of a text, or with `after` of a text that comes after another one. Both are text, or tokens. The
+        first token of all is NaN: nothing predicts it. For many continuations of one text use Session.score().
+        """
+        def tokens(of, add_special):
+            return self.tokenizer.encode(of, add_special) if isinstance(of, (str, bytes, bytearray)) else of
+
+        session = self.session()
+        try:
+            if after is not None:
+                session.prefill(tokens(after, True), cancel=cancel)
+            return session.score([tokens(text, after is None)], cancel=cancel)[0].log_probabilities
+        finally:
+            session.close()
+
     def chat(self, system=None, **options):
         return ChatSession(self, system=system, **options)
 
@@ -384,6 +401,18 @@ class Session(Handle):
         """The next token, which is not appended."""
         how = native.options(native.GenerateOptions, options)
         return native.value_out(ctypes.c_int32, lib.session_sample, self, ctypes.byref(how))
+
+    def score(self, continuations, cancel=None, progress=None):
+        """
+        A Score for each of these lists of tokens, as if it stood alone after the tokens of this session, which keeps its tokens.
+        """
+        texts = [_tokens(tokens) for tokens in continuations]
+        total = sum(map(len, texts))
+        values, argmaxes = (ctypes.c_float * total)(), (ctypes.c_int32 * total)()
+        pointers, lengths = (ctypes.c_void_p * len(texts))(*map(ctypes.addressof, texts)), (ctypes.c_size_t * len(texts))(*map(len, texts))
+        _watched(lambda call: lib.session_score(self, pointers, lengths, len(texts), call, values, argmaxes), cancel, progress)
+        ends = list(itertools.accumulate(map(len, texts), initial=0))
+        return [Score(values[start:end], [bool(one) for one in argmaxes[start:end]]) for start, end in zip(ends, ends[1:])]
 
     @property
     def top_log_probabilities(self):

@@ -50,6 +50,26 @@ class Generation(typing.NamedTuple):
     evicted_tokens: int
 
 
+class Score(typing.NamedTuple):
+    """
+    A continuation, as a model predicts it: the log-probability of each of its tokens, NaN for one that no other stands before, and whether
+    it is the argmax.
+    """
+
+    log_probabilities: list
+    is_argmax: list
+
+    @property
+    def total(self):
+        """The log-probability of the whole."""
+        return sum(self.log_probabilities)
+
+    @property
+    def is_greedy(self):
+        """Whether a greedy generation would give it."""
+        return all(self.is_argmax)
+
+
 def _generation(session, result):
     """The Generation that a session's last call has left, by its numbers."""
     calls = json.loads(session._text("tool_calls")) if result.tool_calls else []

@@ -26,6 +26,15 @@ class Generation(NamedTuple):
     seed: int
     evicted_tokens: int
 
+class Score(NamedTuple):
+    log_probabilities: list[float]
+    is_argmax: list[bool]
+
+    @property
+    def total(self) -> float: ...
+    @property
+    def is_greedy(self) -> bool: ...
+
 class Piece(str):
     part: Part
     token: Optional[int]
