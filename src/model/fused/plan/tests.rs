@@ -523,12 +523,14 @@ fn of_drafters() -> String {
     table
 }
 
-/// The models whose plans are tested, each with its name and a device.
-fn models() -> Vec<(
+/// A model whose plans are tested: its name, its shapes and specs, and a device.
+type Described = (
     &'static str,
     (ModelShape, Vec<BlockSpec>),
     &'static Hardware,
-)> {
+);
+
+fn models() -> Vec<Described> {
     let mut models = Vec::new();
     for (name, sizes, storage, hardware) in [
         ("Qwen3-4B, NVFP4, H200", &QWEN3_4B, WeightType::Nvfp4, &H200),
