@@ -10,7 +10,7 @@ pub(super) struct ContextArgs {
     /// The context length in tokens, for prompts and answers; 0 takes the model's own
     #[arg(long, default_value_t = 0)]
     pub(super) context: usize,
-    /// What happens when the context is full
+    /// The way to go on when the context is full
     #[arg(long, value_enum, default_value_t = EvictionName::Error)]
     eviction: EvictionName,
     /// Tokens at the beginning that are never dropped [default: 4 for a sliding window, else 0]

@@ -1,4 +1,4 @@
-//! What a generation changes of logits before it chooses from them: biases, penalties by count, and bad words. Logits are in host memory;
+//! Changes of logits before a choice: biases, penalties by count, and bad words. Logits are in host memory;
 //! grammars and sampling settings apply afterwards.
 
 use std::collections::HashMap;
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(logits[..3], [f32::MAX, f32::MIN, NEVER]);
         change(&mut logits, 1, NEVER);
         assert_eq!(logits[1], NEVER);
-        // What the model computed wrongly stays visible.
+        // A NaN of the model stays visible.
         change(&mut logits, 3, 1.0);
         assert!(logits[3].is_nan());
     }

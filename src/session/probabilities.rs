@@ -21,16 +21,16 @@ pub(super) fn check_top(top: Option<usize>) -> Result<()> {
 /// adjustments, grammars and sampling settings.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TokenProbabilities {
-    /// That of the chosen token.
+    /// The log-probability of the chosen token.
     pub chosen: f32,
     /// The most probable tokens, in descending order; of equal ones the lower id first.
     pub top: Vec<u32>,
-    /// Those of the tokens in `top`.
+    /// The log-probabilities of the tokens in `top`.
     pub top_log_probabilities: Vec<f32>,
 }
 
 impl TokenProbabilities {
-    /// Those of `token` and of the `top` most probable tokens.
+    /// The log-probabilities of `token` and of the `top` most probable tokens.
     pub(super) fn of(logits: &[f32], token: u32, top: usize) -> Self {
         let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|&l| f64::from(l - most).exp()).sum();
