@@ -332,7 +332,8 @@ impl SplitKv {
         SplitKv::Splits(if positions <= short { 1 } else { splits })
     }
 
-    /// Splits of four pages, or longer ones where there would be more than 32, for sequences that see up to `positions` positions. The bits of a sequence's attention then depend on that sequence alone.
+    /// Splits of four pages, or longer ones where there would be more than 32, for sequences that see up to `positions` positions. The bits
+    /// of a sequence's attention then depend on that sequence alone.
     pub fn fixed(positions: usize) -> SplitKv {
         SplitKv::Fixed(fixed_splits(positions))
     }
