@@ -691,6 +691,23 @@ struct PrefillArguments {
     cap: f32,
 }
 
+/// Pages that a CTA has of a prompt's sequence at a time: wide heads leave shared memory for one, or half of one.
+const fn prompt_stages(dim: usize) -> usize {
+    if dim > 128 { 1 } else { 2 }
+}
+
+/// Bytes of a row of f16 heads, `[heads, dim]`, which both buffers have for `rows` rows.
+fn checked_row(heads: &Heads<'_>, buffers: [&DeviceBuffer; 2], rows: usize) -> Result<usize> {
+    let row = heads.shape.heads * heads.shape.dim * 2;
+    if buffers.iter().any(|buffer| buffer.bytes() < rows * row) {
+        bail!(
+            Internal,
+            "buffers of attention are too small for {rows} rows"
+        );
+    }
+    Ok(row)
+}
+
 /// Prefill attention: `rows` rows of one sequence, from row `at` of `q` and `out` on. [`store`] writes `q`; `out` is f16 `[rows, heads
 /// dim]`.
 pub fn prefill(
@@ -704,13 +721,7 @@ pub fn prefill(
     out: &DeviceBuffer,
 ) -> Result<()> {
     heads.check_cache(cache)?;
-    let row = heads.shape.heads * heads.shape.dim * 2;
-    if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
-        bail!(
-            Internal,
-            "buffers of attention are too small for {rows} rows"
-        );
-    }
+    let row = checked_row(heads, [q, out], at + rows)?;
     let arguments = PrefillArguments {
         q: q.address() + (at * row) as u64,
         sinks: heads.sinks()?,
@@ -728,10 +739,8 @@ pub fn prefill(
         1,
     ];
     let kv = cache.shape.kind;
-    // Wide heads leave shared memory for one page, or half page, at a time.
-    let stages = if heads.shape.dim > 128 { 1 } else { 2 };
     let launch = Launch {
-        shared: (stages * stage_bytes(heads.shape.dim, kv)) as u32,
+        shared: (prompt_stages(heads.shape.dim) * stage_bytes(heads.shape.dim, kv)) as u32,
         ..Launch::new(grid, 256)
     };
     let [_, prefill, _] = heads.units(kv);
@@ -784,13 +793,7 @@ pub fn attend_rows(
         window,
         ..
     } = heads.shape;
-    let row = all_heads * dim * 2;
-    if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
-        bail!(
-            Internal,
-            "buffers of attention are too small for {rows} rows"
-        );
-    }
+    let row = checked_row(heads, [q, out], at + rows)?;
     let (kv, group, tiles) = (cache.shape.kind, all_heads / kv_heads, column_tiles(dim));
     let columns = group.min(BLOCK_HEADS).next_power_of_two();
     let of_cta = tiles * BLOCK_HEADS / columns;
@@ -799,7 +802,6 @@ pub fn attend_rows(
         (k.unit == Unit::AttentionRowsF8) == (kv == KvType::F8)
     })?;
     let q_bytes = (tiles * BLOCK_HEADS * (dim + 8) * 2).next_multiple_of(128);
-    let stages = if dim > 128 { 1 } else { 2 };
     let end = first_position + rows;
     let splits = fixed_splits(end.min(window.unwrap_or(usize::MAX)));
     // CTAs of rows whose partial results the workspace holds.
@@ -813,6 +815,7 @@ pub fn attend_rows(
             workspace.partial.bytes()
         );
     }
+    let pages = cache.argument(1, at..at + rows)?;
     let mut first = 0;
     while first < rows {
         // CTAs begin at multiples of their rows, so that none has rows of two pages.
@@ -825,7 +828,7 @@ pub fn attend_rows(
             out: out.address() + from,
             partial: workspace.partial.address(),
             arrived: workspace.arrived.address(),
-            pages: cache.argument(1, at..at + rows)?,
+            pages,
             group: group as i32,
             rows: int("rows", count)?,
             first_position: int("the position", first_position + first)?,
@@ -836,7 +839,7 @@ pub fn attend_rows(
         };
         let row_blocks = (first_position + first + count - start).div_ceil(of_cta);
         let launch = Launch {
-            shared: (q_bytes + stages * stage_bytes(dim, kv)) as u32,
+            shared: (q_bytes + prompt_stages(dim) * stage_bytes(dim, kv)) as u32,
             ..Launch::new([head_blocks as u32, row_blocks as u32, splits as u32], 128)
         };
         // SAFETY: sizes were checked; the caller vouches for blocks.

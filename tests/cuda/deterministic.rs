@@ -285,7 +285,7 @@ fn steps_do_not_depend_on_their_size() {
     }
 }
 
-/// Sessions from the prefix cache, forks, shortened, saved and restored ones, and those that generate on threads beside others.
+/// Sessions from the prefix cache, forks and shortened ones, which generate on threads beside each other.
 #[test]
 fn sessions_do_not_depend_on_their_past() {
     let Some(gpu) = gpu() else { return };

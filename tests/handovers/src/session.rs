@@ -30,10 +30,14 @@ pub enum Part {
     Content,
 }
 
+/// No program asks for any.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TokenProbabilities;
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Piece<'a> {
     pub token: Option<u32>,
     pub part: Part,
     pub text: &'a str,
-    pub log_probability: Option<f32>,
+    pub probabilities: Option<&'a TokenProbabilities>,
 }

@@ -209,7 +209,7 @@ fn says(count: u32) -> Work {
                 token: Some(token),
                 part: Part::Content,
                 text: "",
-                log_probability: None,
+                probabilities: None,
             };
             if on_piece(piece) == ControlFlow::Break(()) {
                 return Ok(Finish::Cancelled);
