@@ -160,7 +160,7 @@ else
         's/uint64_t (seed;[^}]*)(\} NVFP4_QuantizeOptions)/double $1    uint64_t added_here;\n$2/'
     check "a field at the end of what has no size" says major "is not told which size" \
         's/size_t batch_size/size_t each/g + s/(\n\} NVFP4_MicroBatch)/\n    uint64_t added_here;$1/'
-    check "a reserved field in use" says minor "NVFP4_GenerateOptions.reserved is threads now" 's/int32_t reserved(;[^}]*\} NVFP4_GenerateOptions)/int32_t threads$1/'
+    check "a reserved field in use" says minor "NVFP4_CallOptions.reserved is threads now" 's/int32_t reserved(;[^}]*\} NVFP4_CallOptions)/int32_t threads$1/'
     check "another callback" both major "NVFP4_LogCallback is" 's/(NVFP4_LogCallback\)\(void \*user, int32_t) level/$1 level, int32_t thread/'
     check "another type behind a name" both major "NVFP4_Status is int64_t" 's/typedef int32_t NVFP4_Status/typedef int64_t NVFP4_Status/'
     check "a new function" says minor "NVFP4_added_here() is new" 's/NVFP4_API\s+NVFP4_Status NVFP4_set_threads/NVFP4_API int32_t NVFP4_added_here(void);\n$&/'
