@@ -57,7 +57,6 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
     extern __shared__ __align__(128) char shared[];
     u16(*q)[PITCH] = (u16(*)[PITCH])shared;  // [NT * HEADS]
     char* ring = shared + (NT * HEADS * PITCH * 2 + 127) / 128 * 128;
-    __shared__ int last;
 
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
     int head_blocks = ceil_div(a.group, HEADS), all_heads = a.group * a.pages.kv_heads;
@@ -259,6 +258,7 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
         __syncthreads();
     }
     if (splits.count == 1) return;
+    int& last = *(int*)ring;    // whether the block is the last of these rows to finish
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -743,7 +743,7 @@ static partial class Tests
         Throws<ArgumentNullException>(() => Grammar.Choices(model, new string[] { null }));
         Throws<ArgumentNullException>(() => Grammar.Regex(null, "a"));
         // A call that must come, of a model that would think.
-        const string tools = "[{\"name\": \"weather\", \"parameters\": {\"type\": \"object\", \"properties\": {\"city\": {\"enum\": [\"Paris\"]}}, \"required\": [\"city\"]}}]";
+        const string tools = "[{\"name\": \"weather\", \"parameters\": {\"type\": \"object\", \"properties\": {\"city\": {\"enum\": [\"Paris\"]}}, \"required\": [\"city\"], \"additionalProperties\": false}}]";
         using (var chat = new ChatSession(thinker, turns: new ChatOptions { Tools = tools }))
         {
             chat.Ask("?", new GenerateOptions { ToolCalls = ToolCalls.Required, MaxTokens = 200 });

@@ -68,11 +68,16 @@ test "pipes of models and conversations" (fun () ->
     // Texts of a form.
     use form = model |> Grammar.choices [ "語😀"; "好語" ]
     same "好語" ("" |> Chat.askWith (Generate.defaults () |> Generate.grammar form) chat)
-    // Adjusted logits.
-    let hao, yu = (Model.encode model "好").[0], (Model.encode model "語").[0]
-    let adjusted = few |> Generate.logitBias [ yu, 1e6f ] |> Generate.badWords [ [ yu; yu ] ] |> Generate.presencePenalty 0.5f
-    let other = "" |> Chat.askWith (adjusted |> Generate.frequencyPenalty 0.5f) chat
-    if not (other.StartsWith "語") || other.Contains "語語" then failwithf "adjusted to %s" other
+    // Adjusted logits: a byte that is favoured, but not twice in a row, and the byte that follows it.
+    let bytes = Model.encode model "語"
+    let lead = bytes.[0]
+    let adjusted = few |> Generate.logitBias [ lead, 1e6f ] |> Generate.badWords [ [ lead; lead ] ] |> Generate.presencePenalty 0.5f
+    let tokens = ResizeArray()
+    let note (piece: TokenEvent) =
+        if piece.Kind = TokenEventKind.Token then tokens.Add piece.Token
+        true
+    chat.Chat("", TokenHandler note, adjusted |> Generate.frequencyPenalty 0.5f) |> ignore
+    same [ for _ in 1..3 do yield! [ lead; bytes.[1] ] ] (List.ofSeq tokens)
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""

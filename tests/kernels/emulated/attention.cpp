@@ -1,4 +1,4 @@
-// kernels/rope/store.cuh, kernels/attention/{prefill,decode}.cuh and kernels/attention/reference.cu on the CPU, against attention in f64: the
+// kernels/rope/store.cuh, kernels/attention/{prefill,decode,rows}.cuh and kernels/attention/reference.cu on the CPU, against attention in f64: the
 // sources as they ship, with their instructions emulated as the PTX ISA describes them. A sequence is filled by two prefills and continued
 // by several tokens at once, and by one token at a time. In 8 bits the codes in the cache are taken as they are, and each is compared
 // with the element that it stands for. Prints "ok" or the first error.
@@ -21,6 +21,8 @@ extern u16 shared[] asm("shared");
 namespace decode {
 extern char shared[] asm("shared");
 #include "attention/decode.cuh"
+#include "attention/rows.cuh"
+#undef ROWS_OF
 }
 // Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
@@ -213,6 +215,49 @@ struct Sequence {
         launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::WARPS * WARP, [&] { prefill::run<D, E>(p); });
         if (compares) compare(what, out, first, rows);
     }
+    // Rows of which each has the bits that it has as a single token, whichever rows are beside it, with splits of one page. All rows are stored.
+    // Without keys they are those of a layer that has queries alone.
+    template <int D, bool LIMITED, int ROTARY>
+    void rows_as_tokens(int first, int rows, bool has_keys = true) {
+        constexpr int SPLITS = 8, PAGES = 1;
+        const float log2 = scale() * 1.44269504f, cap_log2 = cap * 1.44269504f;
+        int group = heads / kv_heads, blocks = kv_heads * ceil_div(group, decode::HEADS);
+        const float *q_weight = normed ? q_norm.data() : nullptr, *k_weight = normed ? k_norm.data() : nullptr;
+        std::vector<float> own = has_keys ? std::vector<float>(&qkv[(size_t)first * all * D], &qkv[(size_t)(first + rows) * all * D]) : queries(first, rows);
+        size_t row_values = own.size() / rows, row_outputs = heads * D;
+        std::vector<u16> tokens(rows * row_outputs, 0x7e00), q(tokens), at_once(tokens), in_parts(tokens);
+        for (int i = 0; i < rows; i++) {
+            int position = first + i;
+            std::vector<float> partial((size_t)blocks * SPLITS * decode::HEADS * (D + 2), NAN);
+            std::vector<u32> arrived(blocks);
+            decode::Arguments d = {&own[i * row_values], q_weight, k_weight, sink(), &position, &tokens[i * row_outputs], partial.data(), arrived.data(),
+                                   options(), row(has_keys), arguments(), group, log2, cap_log2, window, 0, 0, PAGES};
+            launch(blocks, 1, SPLITS, decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, 2, 1, false, E>(d); });
+        }
+        store::Arguments s = {own.data(), q_weight, nullptr, q.data(), options(), row(false), arguments(), heads, rows, first, log2};
+        s.row.all = (int)row_values / D;
+        launch(rows, ceil_div(heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY, E>(s); });
+        auto attend = [&](int from, int count, std::vector<u16>& out) {
+            constexpr int TILES = decode::COLUMN_TILES<D>;
+            int columns = group > 4 ? 8 : group > 2 ? 4 : group, of_block = TILES * decode::HEADS / columns;
+            int row_blocks = (first + from + count - 1) / of_block - (first + from) / of_block + 1;
+            std::vector<float> partial((size_t)blocks * row_blocks * TILES * SPLITS * decode::HEADS * (D + 2), NAN);
+            std::vector<u32> arrived(blocks * row_blocks);
+            decode::RowsArguments r = {&q[from * row_outputs], sink(), &out[from * row_outputs], partial.data(), arrived.data(), arguments(), group, count,
+                                       first + from, window, cap_log2, PAGES, has_keys};
+            launch(blocks, row_blocks, SPLITS, decode::PAGE_WARPS * WARP, [&] { decode::attend_rows<D, D <= 128 ? 2 : 1, E>(r); });
+            for (u32 n : arrived) {
+                if (n != 0) printf("D = %d: %u blocks of rows are still counted\n", D, n), exit(1);
+            }
+        };
+        attend(0, rows, at_once);
+        for (int i = 0, count = 1; i < rows; i += count++) count = std::min(count, rows - i), attend(i, count, in_parts);
+        compare(has_keys ? "rows as tokens" : "rows of queries as tokens", at_once, first, rows);
+        if (at_once != tokens || in_parts != tokens) {
+            printf("D = %d, rows from %d on, %d heads (%d): %s have other bits than tokens\n", D, first, heads, kv_heads, at_once != tokens ? "rows at once" : "rows in parts");
+            exit(1);
+        }
+    }
     // Keys, values and queries in f32; the cache rounds to f16.
     void run_reference(int first, int rows) {
         std::vector<float> q, k, v, out((size_t)rows * heads * D, NAN);
@@ -268,7 +313,7 @@ struct Sequence {
             std::vector<float> partial((size_t)rows * blocks * splits * decode::HEADS * (D + 2), NAN);
             std::vector<u32> arrived(rows * blocks);
             decode::Arguments d = {x, normed ? q_norm.data() : nullptr, k_weight, sink(), positions.data(), out.data(), partial.data(), arrived.data(),
-                                   options(), row(), pages, heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window, 0, 1};
+                                   options(), row(), pages, heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window, 0, 1, 0};
             launch(blocks, rows, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(d); },
                    CLUSTER ? splits : 1);
             compare("tokens at once", out, first, rows);
@@ -312,7 +357,7 @@ struct Sequence {
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {has_keys ? &qkv[(size_t)token * all * D] : own.data(), normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
                                out.data(), partial.data(), arrived.data(), options(), row(has_keys), arguments(), heads / kv_heads, scale() * 1.44269504f,
-                               cap * 1.44269504f, window, fragment_major, 0};
+                               cap * 1.44269504f, window, fragment_major, 0, 0};
         launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
             std::vector<u16> row;
@@ -346,6 +391,7 @@ static void check(int heads, int kv_heads, bool normed, int first, int more, int
     if constexpr (!LIMITED && D <= 128) s.template verify<D, LIMITED, ROTARY, 2, 1, true>(first + more, tokens, 2);
 #endif
     for (int i = 0; i < tokens; i++) s.template step<D, LIMITED, ROTARY>(first + more + i, i % 2 ? splits : 1);
+    s.template rows_as_tokens<D, LIMITED, ROTARY>(std::max(s.length - 11, 0), std::min(s.length, 11));
     if constexpr (HAS_SCALES<E>) {
         // The codes and scales are the same, whichever kernel stored them.
         std::vector<u8> before = s.arena;
@@ -364,6 +410,7 @@ static void check_values(int heads, int kv_heads, bool keys_as_values, int first
     s.run<D, D>(first, more);
     s.run_queries<D, D>(first, more);
     for (int i = 0; i < tokens; i++) s.step<D, true, D>(first + more + i, i % 2 ? splits : 1);
+    for (bool has_keys : {true, false}) s.rows_as_tokens<D, true, D>(std::max(s.length - 11, 0), std::min(s.length, 11), has_keys);
 }
 
 template <typename E = u16>

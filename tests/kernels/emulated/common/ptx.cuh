@@ -101,6 +101,7 @@ inline float __fmaf_rn(float x, float y, float z) { return directed(FE_TONEAREST
 inline float __fmaf_ru(float x, float y, float z) { return directed(FE_UPWARD, x, y, z); }
 inline float __fmaf_rd(float x, float y, float z) { return directed(FE_DOWNWARD, x, y, z); }
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_ru(float x, float y) { return directed(FE_UPWARD, x, y, -0.0f); }
 inline float __fmul_rd(float x, float y) { return directed(FE_DOWNWARD, x, y, -0.0f); }
 inline double __dmul_rn(double x, double y) { return x * y; }
