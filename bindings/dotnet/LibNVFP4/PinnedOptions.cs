@@ -67,10 +67,13 @@ namespace LibNVFP4
             int at = 0;
             for (int i = 0; i < Count; i++)
             {
-                var own = new float[(int)lengths[i]];
-                Array.Copy(values, at, own, 0, own.Length);
-                scores[i] = new ContinuationScore(own, Array.ConvertAll(new ArraySegment<int>(argmaxes, at, own.Length).ToArray(), one => one != 0));
-                at += own.Length;
+                int length = (int)lengths[i];
+                float[] own = new float[length];
+                int[] most = new int[length];
+                Array.Copy(values, at, own, 0, length);
+                Array.Copy(argmaxes, at, most, 0, length);
+                scores[i] = new ContinuationScore(own, Array.ConvertAll(most, one => one != 0));
+                at += length;
             }
             return scores;
         }
