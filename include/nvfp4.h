@@ -1169,6 +1169,14 @@ typedef struct NVFP4_GenerateOptions {
     const size_t *bad_word_lengths;
     /** Elements of `bad_words` and of `bad_word_lengths`. */
     size_t bad_word_count;
+    /**
+     * The most tokens that a step drafts by prompt lookup, up to 16: where the session's last tokens have occurred in it before, those that
+     * followed there, for one pass of the model to verify. It pays where an answer quotes its prompt or itself, as edits of code and
+     * summaries do; how many are drafted follows from what has been fastest. The generated tokens are the same, on a GPU but for
+     * rounding unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`.
+     * Default: 0, which looks nothing up.
+     */
+    size_t prompt_lookup;
 } NVFP4_GenerateOptions;
 
 /**

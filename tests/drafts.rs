@@ -21,7 +21,10 @@ use NVFP4::session::{
     SamplingOptions, Session, SessionOptions, step,
 };
 use common::drafters::{Guess, made};
-use common::{Copy, cases, expect_kind, golden, load, load_gguf, options, some_tokens, windows};
+use common::{
+    Copy, DEVICE_CASES, GEMMA4_CASES, MAMBA_CASES, RECURRENT_CASES, cases, expect_kind, golden,
+    load, load_gguf, options, some_tokens, windows,
+};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
@@ -30,8 +33,29 @@ const TOLERANCE: f32 = 2e-4;
 
 const CASES: [&str; 3] = ["qwen35_drafter", "qwen35moe_drafter", "qwen3next_drafter"];
 
-/// The numbers of drafts that generations have here; `None` adapts.
-const DRAFTS: [Option<usize>; 4] = [Some(1), Some(3), Some(7), None];
+/// How a generation drafts.
+#[derive(Clone, Copy, Debug)]
+enum Drafting {
+    None,
+    /// By the drafter: as many as are fastest, or so many a step.
+    Adapts,
+    Guesses(usize),
+    /// By prompt lookup, so many a step at most.
+    LooksUp(usize),
+}
+
+/// Those of a drafter.
+const DRAFTS: [Drafting; 4] = [
+    Drafting::Guesses(1),
+    Drafting::Guesses(3),
+    Drafting::Guesses(7),
+    Drafting::Adapts,
+];
+
+const ALL: [Drafting; 5] = {
+    let [a, b, c, d] = DRAFTS;
+    [a, b, c, d, Drafting::LooksUp(7)]
+};
 
 fn run(model: &Served, sequence: &mut Sequence, tokens: &[u32]) {
     let work = NewTokens {
@@ -124,9 +148,16 @@ fn drawn(max_tokens: usize) -> GenerateOptions {
     }
 }
 
-fn with(options: &GenerateOptions, drafts: Option<usize>) -> GenerateOptions {
+fn with(options: &GenerateOptions, drafting: Drafting) -> GenerateOptions {
+    let (drafts, prompt_lookup) = match drafting {
+        Drafting::None => (Some(0), 0),
+        Drafting::Adapts => (None, 0),
+        Drafting::Guesses(most) => (Some(most), 0),
+        Drafting::LooksUp(most) => (None, most),
+    };
     GenerateOptions {
         drafts,
+        prompt_lookup,
         ..options.clone()
     }
 }
@@ -153,7 +184,7 @@ fn same(
     without: &mut Session,
     drafting: &mut Session,
     options: &GenerateOptions,
-    drafts: Option<usize>,
+    drafts: Drafting,
     stop_after: usize,
 ) -> Generation {
     let generate = |session: &mut Session, drafts| {
@@ -168,7 +199,7 @@ fn same(
         let done = session.generate(&with(options, drafts), &mut on_piece);
         done.unwrap()
     };
-    let want = generate(without, Some(0));
+    let want = generate(without, Drafting::None);
     let got = generate(drafting, drafts);
     assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish));
     assert_eq!((&got.text, got.seed), (&want.text, want.seed));
@@ -195,7 +226,7 @@ fn drafts_change_no_token_and_no_logit() {
                 let what = format!("{case}, {guess:?}, {drafts:?}: {:?}", got.drafts);
                 println!("{what}");
                 match (guess, drafts) {
-                    (Guess::Right, Some(most)) => {
+                    (Guess::Right, Drafting::Guesses(most)) => {
                         assert_eq!(got.drafts.accepted, got.drafts.drafted, "{what}");
                         // The first token is chosen before any draft.
                         assert!(
@@ -203,8 +234,10 @@ fn drafts_change_no_token_and_no_logit() {
                             "{what}"
                         );
                     }
-                    (Guess::Wrong, Some(_)) => assert_eq!(got.drafts.accepted, 0, "{what}"),
-                    (Guess::Near, Some(_)) => {
+                    (Guess::Wrong, Drafting::Guesses(_)) => {
+                        assert_eq!(got.drafts.accepted, 0, "{what}")
+                    }
+                    (Guess::Near, Drafting::Guesses(_)) => {
                         assert!(got.drafts.accepted < got.drafts.drafted, "{what}");
                     }
                     _ => {}
@@ -218,6 +251,49 @@ fn drafts_change_no_token_and_no_logit() {
             drop(model);
         }
     }
+}
+
+/// Models of every family, with a drafter and without, after prompts that say things twice.
+#[test]
+fn looked_up_tokens_change_no_token_and_no_logit() {
+    let mut counts = [0, 0];
+    let cases = DEVICE_CASES
+        .iter()
+        .chain(&RECURRENT_CASES)
+        .chain(&MAMBA_CASES);
+    for case in cases.chain(&GEMMA4_CASES).chain(&CASES) {
+        let model = load(case);
+        let said = some_tokens(&model, 17);
+        for (most, options) in [(1, drawn(30)), (4, greedy(40)), (16, greedy(40))] {
+            let (mut without, mut drafting) = (session(&model, 128), session(&model, 128));
+            for session in [&mut without, &mut drafting] {
+                session.prefill(&said.repeat(2)).unwrap();
+            }
+            for _ in 0..2 {
+                let drafting_by = Drafting::LooksUp(most);
+                let got = same(
+                    &mut without,
+                    &mut drafting,
+                    &options,
+                    drafting_by,
+                    usize::MAX,
+                );
+                assert_eq!(
+                    logits(&mut without),
+                    logits(&mut drafting),
+                    "{case}, {most}"
+                );
+                counts[0] += got.drafts.drafted;
+                counts[1] += got.drafts.accepted;
+            }
+        }
+    }
+    // Drafts that are right and others.
+    println!("{} of {} tokens accepted", counts[1], counts[0]);
+    assert!(
+        counts[1] > 1000 && counts[0] > counts[1] + 1000,
+        "{counts:?}"
+    );
 }
 
 /// Stop tokens, callbacks that break, limits, a full context and eviction end a text or change it among drafted tokens.
@@ -243,7 +319,7 @@ fn texts_end_among_drafts_as_they_do_without() {
         let [mut all, _] = pair(128, Eviction::Error);
         let text = all.generate(&drawn(30), &mut |_| ControlFlow::Continue(()));
         let text = text.unwrap().tokens;
-        for drafts in DRAFTS {
+        for drafts in ALL {
             for n in [1, 2, 3, 5, 6, 7, 12] {
                 for options in [drawn(30), drawn(n)] {
                     let stop = GenerateOptions {
@@ -278,7 +354,13 @@ fn drafts_leave_the_states_and_blocks_of_a_sequence_without_them() {
         session.prefill(&some_tokens(&model, 40)).unwrap();
     }
     for _ in 0..4 {
-        same(&mut without, &mut drafting, &drawn(33), Some(3), usize::MAX);
+        same(
+            &mut without,
+            &mut drafting,
+            &drawn(33),
+            Drafting::Guesses(3),
+            usize::MAX,
+        );
         // The state before the last token is left, and a block for the next.
         let states = model.spec().blocks.iter().filter_map(|b| b.recurrent());
         let state: usize = states.map(|shape| 4 * shape.state_floats()).sum();
@@ -326,7 +408,7 @@ fn programs_with_drafts_equal_fresh_sessions() {
                     _ => {
                         let count = 1 + draw(12);
                         let options = [greedy(count), drawn(count)][draw(2)].clone();
-                        let drafts = DRAFTS[draw(4)];
+                        let drafts = ALL[draw(5)];
                         let mut without = session(&model, 256);
                         without.prefill(drafting.tokens()).unwrap();
                         let stop_after = 1 + draw(14);
@@ -365,7 +447,7 @@ fn long_sequences_keep_the_states_that_they_keep_without_drafts() {
             &mut without,
             &mut drafting,
             &drawn(1100),
-            Some(3),
+            Drafting::Guesses(3),
             usize::MAX,
         );
         let sizes = [(&without, &files[0]), (&drafting, &files[1])].map(|(session, file)| {
@@ -404,15 +486,31 @@ fn refusals_name_what_is_wrong() {
         )
     };
     expect_kind(
-        generate(&without, Some(2)),
+        generate(&without, Drafting::Guesses(2)),
         ErrorKind::Unsupported,
         "drafts of a qwen3_5 model without a drafter (tensors mtp.*); leave the number of drafted tokens out",
     );
-    assert!(generate(&without, None).is_ok() && generate(&without, Some(0)).is_ok());
+    assert!(
+        generate(&without, Drafting::Adapts).is_ok() && generate(&without, Drafting::None).is_ok()
+    );
     expect_kind(
-        generate(&with_drafter, Some(MOST_DRAFTS + 1)),
+        generate(&with_drafter, Drafting::Guesses(MOST_DRAFTS + 1)),
         ErrorKind::InvalidArgument,
         "17 drafted tokens in a step; expected at most 16",
+    );
+    expect_kind(
+        generate(&without, Drafting::LooksUp(MOST_DRAFTS + 1)),
+        ErrorKind::InvalidArgument,
+        "prompt lookup drafts 17 tokens in a step; expected at most 16",
+    );
+    let both = GenerateOptions {
+        prompt_lookup: 4,
+        ..with(&greedy(3), Drafting::Guesses(2))
+    };
+    expect_kind(
+        session(&with_drafter, 64).generate(&both, &mut |_| ControlFlow::Continue(())),
+        ErrorKind::InvalidArgument,
+        "2 tokens of the drafter and 4 of prompt lookup in a step; choose one of them",
     );
     for (key, value, words) in [
         (
@@ -472,7 +570,7 @@ fn a_lack_of_memory_ends_drafts_and_not_the_text() {
         session.prefill(&some_tokens(&model, 9)).unwrap();
         session.logits().unwrap();
     }
-    let want = without.generate(&with(&greedy(9), Some(0)), &mut |_| {
+    let want = without.generate(&with(&greedy(9), Drafting::None), &mut |_| {
         ControlFlow::Continue(())
     });
     // Room for blocks of keys and values, and for some states of the eight.
@@ -481,7 +579,7 @@ fn a_lack_of_memory_ends_drafts_and_not_the_text() {
     memory::set_budget(Some(
         memory::total().current + 3 * state as u64 + (24 << 10),
     ));
-    let got = drafting.generate(&with(&greedy(9), Some(7)), &mut |_| {
+    let got = drafting.generate(&with(&greedy(9), Drafting::Guesses(7)), &mut |_| {
         ControlFlow::Continue(())
     });
     memory::set_budget(None);
@@ -633,7 +731,7 @@ fn reasoning_ends_early_among_drafts() {
                 let go = &mut |_: Piece<'_>| ControlFlow::Continue(());
                 session.chat(question, Some(&chat), &options, go).unwrap()
             };
-            let want = turn(&mut without, Some(0));
+            let want = turn(&mut without, Drafting::None);
             let got = turn(&mut drafting, drafts);
             assert!(
                 !want.reasoning.is_empty() && !want.text.is_empty(),
@@ -670,7 +768,10 @@ fn session_files_hold_what_the_drafter_knows() {
         for mut restored in restored {
             assert_eq!(logits(&mut restored), logits(&mut session));
             let [mut a, mut b] = [session.fork().unwrap(), restored];
-            let drafts = b.model().has_drafter().then_some(3).or(Some(0));
+            let drafts = match b.model().has_drafter() {
+                true => Drafting::Guesses(3),
+                false => Drafting::None,
+            };
             same(&mut a, &mut b, &drawn(20), drafts, usize::MAX);
         }
     }

@@ -314,6 +314,12 @@ pub struct NVFP4_GenerateOptions {
     pub bad_word_lengths: *const usize,
     /// Elements of `bad_words` and of `bad_word_lengths`.
     pub bad_word_count: usize,
+    /// The most tokens that a step drafts by prompt lookup, up to 16: where the session's last tokens have occurred in it before, those that
+    /// followed there, for one pass of the model to verify. It pays where an answer quotes its prompt or itself, as edits of code and
+    /// summaries do; how many are drafted follows from what has been fastest. The generated tokens are the same, on a GPU but for
+    /// rounding unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`.
+    /// Default: 0, which looks nothing up.
+    pub prompt_lookup: usize,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
@@ -352,6 +358,7 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             bad_words: std::ptr::null(),
             bad_word_lengths: std::ptr::null(),
             bad_word_count: 0,
+            prompt_lookup: 0,
         }
     }
 }
@@ -397,6 +404,7 @@ impl NVFP4_GenerateOptions {
                     "drafts is {other}; expected -1 for none, 0 for as many as are fastest, or 1 to {MOST_DRAFTS}"
                 ),
             },
+            prompt_lookup: self.prompt_lookup,
             grammar: match self.grammar.is_null() {
                 true => None,
                 false => Some(handle::get::<Grammar>("grammar", self.grammar)?),

@@ -42,6 +42,10 @@ pub(super) struct SamplingArgs {
     /// drafts while that is faster. The answer is the same, on a GPU but for rounding
     #[arg(long)]
     drafts: Option<usize>,
+    /// Draft at most this many tokens a step, up to 16, where the last tokens have occurred before: those that followed there. It pays where
+    /// the answer quotes the prompt. The answer is the same, on a GPU but for rounding
+    #[arg(long, default_value_t = 0)]
+    prompt_lookup: usize,
     /// Compute every token from the whole sequence, without the KV cache, for comparison
     #[arg(long)]
     replay: bool,
@@ -67,6 +71,7 @@ impl SamplingArgs {
             ignore_model_stops: self.ignore_stops,
             replay: self.replay,
             drafts: self.drafts,
+            prompt_lookup: self.prompt_lookup,
             ..GenerateOptions::default()
         };
         self.grammar.add_to(&mut options, model)?;

@@ -1,12 +1,14 @@
-//! Drafted tokens of a generation: the model's drafter guesses the next tokens, and one pass of the model verifies them. The tokens of a
-//! generation are those of one without drafts. [`Pace`] decides how many are drafted at a time.
+//! Drafted tokens of a generation: the model's drafter guesses the next tokens, or they are looked up in the sequence itself, and one pass of
+//! the model verifies them. The tokens of a generation are those of one without drafts. [`Pace`] decides how many are drafted at a time.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use serde::Serialize;
 
+use super::lookup;
 use super::options::{GenerateOptions, MOST_DRAFTS};
+use super::pace::Pace;
 use super::{Sampler, Session};
 use crate::base::error::bail;
 use crate::base::{Result, call, memory};
@@ -16,21 +18,51 @@ use crate::model::{Output, Verification, Wanted};
 /// Tokens that a step drafts at most where options do not say.
 const MOST_ADAPTED: usize = 3;
 
+/// Numbers of tokens that a step drafts by prompt lookup, below the most. Few, because each is tried.
+const LOOKED_UP: [usize; 4] = [0, 2, 4, 8];
+
+/// Where drafted tokens come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Source {
+    /// The model's drafter.
+    #[default]
+    Drafter,
+    /// Earlier places in the session's tokens.
+    Lookup,
+}
+
+/// How a session has been fastest with drafts, by their source.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Paces {
+    drafter: Pace,
+    lookup: Pace,
+}
+
+impl Paces {
+    pub(super) fn of(&mut self, source: Source) -> &mut Pace {
+        match source {
+            Source::Drafter => &mut self.drafter,
+            Source::Lookup => &mut self.lookup,
+        }
+    }
+}
+
 /// Counts of a generation's drafted tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DraftCounts {
-    /// Tokens that the drafter guessed.
+    /// Tokens that were drafted.
     pub drafted: usize,
-    /// Guessed tokens that the model itself chose.
+    /// Those of them that the model itself chose.
     pub accepted: usize,
 }
 
 /// The drafts of one generation.
 #[derive(Debug, Default)]
 pub(super) struct Drafts {
+    source: Source,
     /// Tokens drafted at a time at most; 0 for a generation without drafts.
     most: usize,
-    /// Whether the session's pace decides how many, rather than the caller.
+    /// Whether the session's pace decides how many of the drafter's, rather than the caller.
     adapts: bool,
     /// Tokens that were chosen and are not appended yet.
     ahead: VecDeque<u32>,
@@ -42,6 +74,10 @@ pub(super) struct Drafts {
 impl Drafts {
     pub(super) fn counts(&self) -> DraftCounts {
         self.counts
+    }
+
+    pub(super) fn source(&self) -> Source {
+        self.source
     }
 }
 
@@ -55,6 +91,7 @@ impl Session {
     /// Lets the drafter follow the session if the generation to come drafts.
     pub(super) fn follow_drafts(&mut self, options: &GenerateOptions) -> Result<()> {
         match options.drafts {
+            None if options.prompt_lookup > 0 => self.set_drafts(false),
             None => self.set_drafts(self.model.has_drafter()),
             Some(0) => self.set_drafts(false),
             Some(most) if most > MOST_DRAFTS => bail!(
@@ -67,15 +104,24 @@ impl Session {
 
     /// The drafts of a generation with these options.
     pub(super) fn drafts_of(&self, options: &GenerateOptions) -> Drafts {
-        if !self.cache.drafts() || options.needs_logits() {
+        let source = match options.prompt_lookup {
+            0 => Source::Drafter,
+            _ => Source::Lookup,
+        };
+        if source == Source::Drafter && !self.cache.drafts() || options.needs_logits() {
             return Drafts::default();
         }
         let own = match options.ignore_model_stops {
             true => &[],
             false => self.model.stop_tokens(),
         };
+        let of_drafter = options.drafts.unwrap_or(MOST_ADAPTED);
         Drafts {
-            most: options.drafts.unwrap_or(MOST_ADAPTED),
+            source,
+            most: match source {
+                Source::Drafter => of_drafter,
+                Source::Lookup => options.prompt_lookup,
+            },
             adapts: options.drafts.is_none(),
             stops: [own, &options.stop_tokens].concat(),
             ..Drafts::default()
@@ -94,12 +140,25 @@ impl Session {
             let most = drafts.most.min(left - 1);
             // No token may be evicted before all that are chosen have been appended.
             let most = most.min(self.options.context - self.tokens.len());
-            let count = match drafts.adapts {
-                true => self.pace.count(most),
-                false => most,
+            let pace = self.paces.of(drafts.source);
+            let (count, found) = match drafts.source {
+                Source::Drafter if drafts.adapts => {
+                    let numbers: Vec<usize> = (0..=most).collect();
+                    (pace.count(&numbers), None)
+                }
+                Source::Drafter => (most, None),
+                Source::Lookup => {
+                    let mut found = lookup::continuation(&self.tokens, most);
+                    if !found.is_empty() {
+                        let few = LOOKED_UP.into_iter().filter(|count| *count < most);
+                        let numbers: Vec<usize> = few.chain([most]).collect();
+                        found.truncate(pace.count(&numbers));
+                    }
+                    (found.len(), Some(found))
+                }
             };
             if count > 0 {
-                self.verify_drafts(sampler, drafts, count)?;
+                self.verify_drafts(sampler, drafts, count, found)?;
             }
         }
         let token = drafts.ahead.pop_front();
@@ -125,17 +184,18 @@ impl Session {
             .truncate(self.cache.len().min(self.tokens.len() - 1))
     }
 
-    /// Drafts up to `count` tokens after the pending one, and verifies them in one pass. The chosen tokens are then ahead: none if nothing
-    /// was drafted. Without memory for it, the generation goes on without drafts.
+    /// Drafts up to `count` tokens after the pending one, unless they were `found`, and verifies them in one pass. The chosen tokens are then
+    /// ahead: none if nothing was drafted. Without memory for it, the generation goes on without drafts.
     fn verify_drafts(
         &mut self,
         sampler: &Sampler,
         drafts: &mut Drafts,
         count: usize,
+        found: Option<Vec<u32>>,
     ) -> Result<()> {
         let start = Instant::now();
         let len = self.tokens.len();
-        let chosen = self.chosen_with_drafts(sampler, &drafts.stops, count);
+        let chosen = self.chosen_with_drafts(sampler, &drafts.stops, count, found);
         let drafted = self.tokens.len() - len;
         self.tokens.truncate(len);
         let chosen = match chosen {
@@ -153,8 +213,9 @@ impl Session {
         drafts.counts.accepted += chosen.len() - 1;
         let is_stopped = chosen.last().is_some_and(|t| drafts.stops.contains(t));
         let is_wrong = chosen.len() <= drafted && !is_stopped;
-        self.pace.record_drafts(chosen.len() - 1, is_wrong);
-        self.pace.record(count, start.elapsed().as_secs_f64());
+        let pace = self.paces.of(drafts.source);
+        pace.record_drafts(chosen.len() - 1, is_wrong);
+        pace.record(count, start.elapsed().as_secs_f64());
         drafts.ahead.extend(chosen);
         Ok(())
     }
@@ -166,13 +227,19 @@ impl Session {
         sampler: &Sampler,
         stops: &[u32],
         count: usize,
+        found: Option<Vec<u32>>,
     ) -> Result<Vec<u32>> {
         let (cache, scratch) = (&mut self.cache, &mut self.scratch);
-        let work = &mut [NextDrafts {
-            sequence: cache,
-            choice: sampler.choice(&self.tokens),
-        }];
-        let drafted = self.model.draft(work, count, scratch)?.concat();
+        let drafted = match found {
+            Some(found) => found,
+            None => {
+                let work = &mut [NextDrafts {
+                    sequence: cache,
+                    choice: sampler.choice(&self.tokens),
+                }];
+                self.model.draft(work, count, scratch)?.concat()
+            }
+        };
         if drafted.is_empty() {
             return Ok(drafted);
         }

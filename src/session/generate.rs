@@ -349,7 +349,8 @@ impl Session {
             let (start, is_step) = (Instant::now(), self.is_between_steps());
             let token = self.flush_and_choose(sampler, left > 1)?;
             if is_step {
-                self.pace.record(0, start.elapsed().as_secs_f64());
+                let pace = self.paces.of(drafts.source());
+                pace.record(0, start.elapsed().as_secs_f64());
             }
             return Ok((token, None));
         }

@@ -14,6 +14,7 @@ mod conversation;
 mod drafts;
 mod forks;
 mod generate;
+mod lookup;
 mod next;
 mod options;
 mod pace;
@@ -40,6 +41,7 @@ pub use batch::{StepChoice, step, step_choose, step_choose_with};
 pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
+use drafts::Paces;
 pub use forks::{Forked, Forks};
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS, ToolCalls};
@@ -54,7 +56,6 @@ pub use transcript::Transcript;
 use adjustments::Adjuster;
 use conversation::{Conversation, Plan};
 use next::Next;
-use pace::Pace;
 use probabilities::check_top;
 
 /// Policy for tokens that no longer fit in the context.
@@ -146,7 +147,7 @@ pub struct Session {
     /// Seed of draws in steps whose options have none. All steps share it, so that a device can look ahead.
     seed: u64,
     /// How many tokens it drafts at a time.
-    pace: Pace,
+    paces: Paces,
     /// The session before the current call, which it goes back to if that fails.
     before: Option<Saved>,
     forks: Arc<Forks<Session>>,
@@ -196,7 +197,7 @@ impl Session {
             next: Next::default(),
             conversation: Conversation::default(),
             seed: sampler::new_seed(),
-            pace: Pace::default(),
+            paces: Paces::default(),
             before: None,
             forks: Arc::default(),
             choice: None,
@@ -357,7 +358,7 @@ impl Session {
             .truncate(self.cache.len().min(self.tokens.len()))?;
         fork.next.clone_from(&self.next);
         fork.conversation = self.conversation.clone();
-        fork.pace = self.pace.clone();
+        fork.paces = self.paces.clone();
         Ok(fork)
     }
 

@@ -48,13 +48,16 @@ pub struct GenerateOptions {
     /// copies its logits to the host. `None` reports neither.
     pub top_log_probabilities: Option<usize>,
     /// Most tokens that the model's drafter guesses in a step, up to [`MOST_DRAFTS`]; one pass of the model verifies them. 0 drafts none.
-    /// The default, `None`, drafts on the CPU if the model has a drafter, while that is faster. A number is refused for a model without a
-    /// drafter, and on a GPU. A generation with [`replay`](Self::replay) or [`top_log_probabilities`](Self::top_log_probabilities) drafts nothing.
+    /// The default, `None`, drafts if the model has a drafter, while that is faster. A number is refused for a model without a drafter. A generation with [`replay`](Self::replay) or [`top_log_probabilities`](Self::top_log_probabilities) drafts nothing.
     ///
     /// A generation has the same tokens with drafts and without, greedy or sampled: each is a function of its logits and of the number of
     /// its draw, which counts positions, and the logits of verified tokens have the bits of steps of one token. This is stronger than the
     /// same distribution.
     pub drafts: Option<usize>,
+    /// Most tokens that a step drafts by prompt lookup, up to [`MOST_DRAFTS`]: where the last tokens of the session have occurred in it
+    /// before, those that followed there. One pass of the model verifies them, as it does the drafter's, which drafts nothing then. How many
+    /// are drafted follows from what has been fastest. 0, the default, looks nothing up. Not together with a number of `drafts`.
+    pub prompt_lookup: usize,
     /// Holds the text to a grammar, in a chat the content of the answer. Tokens that the grammar forces are appended without a choice and run
     /// together with what follows. The model's stop tokens, and those of the options, are chosen only where the text may end, and the
     /// generation ends as [`Finish::Stop`] where nothing can follow. One that ends otherwise may leave a text that does not fit.
@@ -80,6 +83,7 @@ impl Default for GenerateOptions {
             replay: false,
             top_log_probabilities: None,
             drafts: None,
+            prompt_lookup: 0,
             grammar: None,
             tool_calls: ToolCalls::Free,
         }
@@ -106,6 +110,20 @@ impl GenerateOptions {
         self.sampling.check()?;
         self.adjustments.check(model.spec().vocab_size)?;
         check_top(self.top_log_probabilities)?;
+        if self.prompt_lookup > MOST_DRAFTS {
+            bail!(
+                InvalidArgument,
+                "prompt lookup drafts {} tokens in a step; expected at most {MOST_DRAFTS}",
+                self.prompt_lookup
+            );
+        }
+        if let (1.., Some(drafts @ 1..)) = (self.prompt_lookup, self.drafts) {
+            bail!(
+                InvalidArgument,
+                "{drafts} tokens of the drafter and {} of prompt lookup in a step; choose one of them",
+                self.prompt_lookup
+            );
+        }
         if let Some(grammar) = &self.grammar {
             model.check_grammar(grammar)?;
         }

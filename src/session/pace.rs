@@ -9,7 +9,7 @@ const NEW: f64 = 0.25;
 /// Factor of the counts of compared tokens with each further step that compares some.
 const KEPT: f64 = 0.98;
 
-/// The number of drafted tokens by which a session has been fastest. Each number is tried once. Then the one is taken with the most tokens
+/// The number of drafted tokens by which a session has been fastest, of some. Each number is tried once. Then the one is taken with the most tokens
 /// a second: the tokens that a step with it gives on average by the share of drafted tokens that were right, over the running mean of the
 /// measured times of its steps. Every [`RETRY`] steps the next number is tried again, so that drafts that do not pay cost little, and begin
 /// again when they do.
@@ -25,24 +25,25 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// The number of tokens to draft in the next step, at most `most`.
-    pub(super) fn count(&mut self, most: usize) -> usize {
+    /// The number of tokens to draft in the next step, one of `numbers`, which rise.
+    pub(super) fn count(&mut self, numbers: &[usize]) -> usize {
         self.steps += 1;
-        let untried = (0..=most).find(|count| self.seconds[*count].is_none());
+        let untried = numbers.iter().find(|count| self.seconds[**count].is_none());
         if let Some(count) = untried {
-            return count;
+            return *count;
         }
         if self.steps.is_multiple_of(RETRY) {
-            return self.steps / RETRY % (most + 1);
+            return numbers[self.steps / RETRY % numbers.len()];
         }
         let speed = |count: usize| {
             self.tokens(count) / self.seconds[count].unwrap_or(f64::INFINITY).max(1e-9)
         };
-        let all = 0..=most;
         // The first of equal ones: fewer drafts.
-        all.rev()
-            .max_by(|a, b| speed(*a).total_cmp(&speed(*b)))
-            .unwrap_or(0)
+        let fastest = numbers
+            .iter()
+            .rev()
+            .max_by(|a, b| speed(**a).total_cmp(&speed(**b)));
+        fastest.copied().unwrap_or(0)
     }
 
     /// The tokens that a step with `count` drafted ones gives on average.
@@ -85,7 +86,7 @@ mod tests {
         };
         (0..steps)
             .map(|_| {
-                let count = pace.count(3);
+                let count = pace.count(&[0, 1, 2, 3]);
                 let right = (0..count).take_while(|_| is_right()).count();
                 pace.record_drafts(right, right < count);
                 pace.record(count, seconds(count));

@@ -463,7 +463,17 @@ static void prefill_and_decode(void)
     options.drafts = -2;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
     SAYS("drafts is -2");
+    options.drafts = 2;
+    options.prompt_lookup = 3;
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
     options.drafts = 0;
+    OK(NVFP4_session_truncate(grown, PROMPT));
+    OK(NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
+    CHECK(same(whole, grown));
+    options.prompt_lookup = 17;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
+    SAYS("17 tokens in a step");
+    options.prompt_lookup = 0;
 
     /* Another seed, another text. */
     OK(NVFP4_session_truncate(grown, PROMPT));

@@ -63,6 +63,7 @@ test "pipes of models and conversations" (fun () ->
     let few = Generate.defaults () |> Generate.maxTokens 6 |> Generate.temperature 0.5f |> Generate.topK 1 |> Generate.seed 3UL
     same 6L few.MaxTokens
     same "好語" ("" |> Chat.askWith few chat)
+    same "好語" ("" |> Chat.askWith (few |> Generate.promptLookup 4) chat)
     same [ "好" ] ("" |> Chat.streamWith (few |> Generate.stopStrings [ "語" ]) chat |> List.ofSeq)
     same Int64.MaxValue (Generate.defaults ()).MaxTokens
     // Texts of a form.

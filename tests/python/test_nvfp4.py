@@ -1446,6 +1446,15 @@ class Conversations(unittest.TestCase):
         stream = stream.stream(grammar=nvfp4.Grammar.regex(self.model, "[ab]{20}"))
         self.assertRegex("".join(stream), "^[ab]{20}$")
 
+    def test_prompt_lookup(self):
+        sessions = [self.model.session(), self.model.session()]
+        for session, most in zip(sessions, (0, 8)):
+            session.prefill([3, 4, 5, 6, 7] * 3)
+            session.generate(max_tokens=40, ignore_model_stops=True, prompt_lookup=most)
+        self.assertEqual(*(list(session.tokens) for session in sessions))
+        for how in ({"prompt_lookup": 17}, {"prompt_lookup": -1}):
+            self.assertRaises((nvfp4.InvalidArgument, ValueError, OverflowError), sessions[0].generate, **how)
+
     def test_adjusted_logits(self):
         how = {"logit_bias": {7: 1e6, 8: 1e5, 9: -math.inf}, "bad_words": [[7, 7], (7, 8, 7)], "ignore_model_stops": True}
         session = self.model.session()

@@ -173,6 +173,9 @@ module Generate =
     /// Token sequences that are not completed.
     let badWords (words: int seq seq) = changed (fun o -> o.BadWords <- words)
 
+    /// Drafts up to so many tokens a step, where the last tokens have occurred before: those that followed there.
+    let promptLookup value = changed (fun o -> o.PromptLookup <- value)
+
     /// Fixes the draws.
     let seed (value: uint64) = changed (fun o -> o.Seed <- Nullable value)
 

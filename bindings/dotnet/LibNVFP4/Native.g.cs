@@ -479,6 +479,12 @@ namespace LibNVFP4
         internal UIntPtr* BadWordLengths;
         // Elements of `bad_words` and of `bad_word_lengths`.
         internal UIntPtr BadWordCount;
+        // The most tokens that a step drafts by prompt lookup, up to 16: where the session's last tokens have occurred in it before, those
+        // that followed there, for one pass of the model to verify. It pays where an answer quotes its prompt or itself, as edits of code
+        // and summaries do; how many are drafted follows from what has been fastest. The generated tokens are the same, on a GPU but for
+        // rounding unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`.
+        // Default: 0, which looks nothing up.
+        internal UIntPtr PromptLookup;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.

@@ -346,6 +346,9 @@ namespace LibNVFP4
         /// <summary>The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. The generated tokens are the same, on a GPU but for rounding. Default: 0, which drafts if the model has a drafter, while that is faster.</summary>
         public int Drafts { get => Raw.Drafts; set => Raw.Drafts = value; }
 
+        /// <summary>The most tokens that a step drafts by prompt lookup, up to 16: where the session's last tokens have occurred in it before, those that followed there. It pays where an answer quotes its prompt or itself. The generated tokens are the same, on a GPU but for rounding. Not together with a number of <see cref="Drafts"/>. Default: 0, which looks nothing up.</summary>
+        public int PromptLookup { get => (int)Interop.Long(Raw.PromptLookup); set => Raw.PromptLookup = Interop.Size(value); }
+
         /// <summary>The most tokens to generate. With 0 a prompt is run and nothing is generated. Default: as many as fit in the context.</summary>
         public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }
 

@@ -948,6 +948,11 @@ class GenerateOptions(Structure):
       token is excluded. Default: NULL.
     - `bad_word_lengths`: Tokens of each of `bad_words`, at least 1.
     - `bad_word_count`: Elements of `bad_words` and of `bad_word_lengths`.
+    - `prompt_lookup`: The most tokens that a step drafts by prompt lookup, up to 16: where the session's last tokens have occurred in it
+      before, those that followed there, for one pass of the model to verify. It pays where an answer quotes its prompt or itself, as edits
+      of code and summaries do; how many are drafted follows from what has been fastest. The generated tokens are the same, on a GPU but for
+      rounding unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`.
+      Default: 0, which looks nothing up.
     """
 
     _fields_ = [
@@ -980,6 +985,7 @@ class GenerateOptions(Structure):
         ("bad_words", c_void_p),
         ("bad_word_lengths", c_void_p),
         ("bad_word_count", c_size_t),
+        ("prompt_lookup", c_size_t),
     ]
 
 

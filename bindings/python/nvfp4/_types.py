@@ -227,6 +227,12 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     # Subtracted from the logit of a token once for each time that the generation has it. Default: 0.
     frequency_penalty: float
+    # The most tokens that a step drafts by prompt lookup, up to 16: where the session's last tokens have occurred in it before, those that
+    # followed there, for one pass of the model to verify. It pays where an answer quotes its prompt or itself, as edits of code and
+    # summaries do; how many are drafted follows from what has been fastest. The generated tokens are the same, on a GPU but for rounding
+    # unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`. Default: 0,
+    # which looks nothing up.
+    prompt_lookup: int
 
 
 class ChatOptions(TypedDict, total=False):

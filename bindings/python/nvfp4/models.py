@@ -329,8 +329,8 @@ class Session(Handle):
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
     name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces), top_log_probabilities (of
     so many most probable tokens too), drafts (tokens that the
-    model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), grammar (a Grammar that the text
-    fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
+    model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), prompt_lookup (tokens that a step
+    drafts at most where the last tokens have occurred before; none unless told), grammar (a Grammar that the text fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
     dictionary from tokens to what their logits get; -math.inf excludes a token), presence_penalty, frequency_penalty, bad_words (sequences
     of tokens that are not completed, such as model.tokenize_plain(" word", add_special=False)).
 
