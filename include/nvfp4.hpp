@@ -32,6 +32,13 @@
  *
  * They generate in a thread of their own, which needs -pthread with glibc before 2.34.
  *
+ * MANY GENERATIONS need no thread each: a Dispatcher runs them on the thread that calls it, and gives their events to callbacks, or in C++20
+ * to coroutines:
+ *
+ *     nvfp4::Dispatcher::Events events = dispatcher.ask(session, "And at night?");
+ *     while (auto event = co_await events.next())
+ *         std::cout << event->text << std::flush;
+ *
  * VERSIONS. A program that may meet another library than that of this header calls check_version() before anything else: its error
  * says both versions, and what to install. A function that an older library lacks is otherwise the dynamic linker's error.
  */
@@ -43,6 +50,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <initializer_list>
@@ -55,8 +63,12 @@
 #include <string_view>
 #include <thread>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
+#ifdef __cpp_impl_coroutine
+#include <coroutine>
+#endif
 #if __cplusplus >= 202002L && __has_include(<span>)
 #include <span>
 #endif
@@ -2011,6 +2023,376 @@ private:
     }
 };
 static_assert(sizeof(QueueEvent) == sizeof(NVFP4_QueueEvent), "events are an array of the C interface");
+
+/** An event of a queue whose text and tokens are its own. */
+struct OwnedEvent {
+    /** The number of the generation. */
+    std::uint64_t generation = 0;
+    /** The text, or the message of a generation that failed. */
+    std::string text;
+    /** One of NVFP4_EVENT_*. */
+    std::int32_t kind = NVFP4_EVENT_TEXT;
+    /** The token, or -1. */
+    std::int32_t token = -1;
+    /** One of NVFP4_PART_*. */
+    std::int32_t part = NVFP4_PART_CONTENT;
+    float log_probability = 0;
+    /** At the end, one of NVFP4_FINISH_*. */
+    std::int32_t finish = NVFP4_FINISH_NONE;
+    /** At the end, #NVFP4_OK or the error of a generation that failed. */
+    NVFP4_Status status = NVFP4_OK;
+    std::vector<std::int32_t> top_tokens;
+    std::vector<float> top_log_probabilities;
+
+    OwnedEvent() = default;
+    explicit OwnedEvent(const NVFP4_QueueEvent &event)
+        : generation(event.generation), text(event.text, event.text_length), kind(event.kind), token(event.token),
+          part(event.part), log_probability(event.log_probability), finish(event.finish), status(event.status),
+          top_tokens(event.top_tokens, event.top_tokens + event.top_count),
+          top_log_probabilities(event.top_log_probabilities, event.top_log_probabilities + event.top_count)
+    {
+    }
+
+    /** Whether it is the last event of its generation. */
+    bool is_end() const noexcept { return kind == NVFP4_EVENT_END; }
+};
+
+/**
+ * Runs many generations on one thread, and gives the events of each to who waits for them: to a callback, or in C++20 to a coroutine.
+ *
+ *     nvfp4::Dispatcher dispatcher(model);
+ *     dispatcher.chat(session, "Why is the sky blue?", [](const nvfp4::OwnedEvent &event) { std::cout << event.text; });
+ *     dispatcher.run();
+ *
+ * Callbacks are called, and coroutines go on, within run() and poll(). They may submit generations, cancel them and destroy their streams,
+ * but not call run() or poll(). An exception from one leaves run() or poll(); calling that again goes on with the next event. One thread at
+ * a time may use a dispatcher and its streams. The dispatcher uses `user` of the submit options itself.
+ */
+class Dispatcher {
+    /** Events of a generation that nobody has seen yet, and who waits for them. */
+    struct Channel {
+        std::uint64_t generation = 0;
+        std::deque<OwnedEvent> events;
+        std::function<void(const OwnedEvent &)> on_event;
+        /** A coroutine that waits, and the function that goes on with it: this struct is the same in C++17. */
+        void *waiting = nullptr;
+        void (*resume)(void *) = nullptr;
+        /** Whether the coroutine waits for the end, rather than for any event. */
+        bool wants_end = false;
+        /** Whether the last event is among `events`, or has been seen. */
+        bool has_ended = false;
+        /** Whether nobody will ask for its events. */
+        bool is_dropped = false;
+
+        void add(const NVFP4_QueueEvent &event)
+        {
+            if (!is_dropped)
+                events.emplace_back(event);
+            has_ended = event.kind == NVFP4_EVENT_END;
+        }
+
+        /** Calls who waits. */
+        void give()
+        {
+            while (on_event && !events.empty()) {
+                const OwnedEvent event = std::move(events.front());
+                events.pop_front();
+                on_event(event);
+            }
+            if (waiting != nullptr && (has_ended || (!wants_end && !events.empty())))
+                resume(std::exchange(waiting, nullptr));
+        }
+
+        std::optional<OwnedEvent> take()
+        {
+            if (events.empty())
+                return std::nullopt;
+            std::optional<OwnedEvent> event(std::move(events.front()));
+            events.pop_front();
+            return event;
+        }
+    };
+
+    struct State {
+        Queue queue;
+        /** Those of generations that have not ended. */
+        std::unordered_map<Channel *, std::shared_ptr<Channel>> open;
+        /** Those with events that nobody was told of. */
+        std::deque<std::shared_ptr<Channel>> ready;
+
+        /** Calls `submit` with the channel as `user`, and keeps the channel if that succeeds. */
+        template <class Submit>
+        NVFP4_Status start(std::shared_ptr<Channel> channel, const NVFP4_SubmitOptions &options, Submit &&submit)
+        {
+            NVFP4_SubmitOptions own = options;
+            own.user = channel.get();
+            const auto kept = open.emplace(channel.get(), channel).first;
+            const NVFP4_Status status = submit(own, &channel->generation);
+            if (status != NVFP4_OK)
+                open.erase(kept);
+            return status;
+        }
+    };
+
+    NVFP4_Queue *queue() const noexcept { return state_ == nullptr ? nullptr : state_->queue.get(); }
+
+    auto after(const Session &session, Span<std::int32_t> tokens, const GenerateOptions &options) const
+    {
+        return [this, &session, tokens, &options](const NVFP4_SubmitOptions &submit, std::uint64_t *out) {
+            const detail::PlainOptions given(options);
+            return NVFP4_queue_generate(queue(), session.get(), tokens.data(), tokens.size(), &given.plain, &submit, out);
+        };
+    }
+    template <class Function>
+    auto turn(Function function, const Session &session, std::string_view words, const GenerateOptions &options,
+              const ChatOptions *chat) const
+    {
+        return [this, function, &session, words, &options, chat](const NVFP4_SubmitOptions &submit, std::uint64_t *out) {
+            const detail::PlainOptions given(options);
+            const NVFP4_ChatOptions how = chat != nullptr ? detail::plain(*chat) : NVFP4_ChatOptions();
+            return function(queue(), session.get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, &given.plain,
+                            &submit, out);
+        };
+    }
+
+public:
+    /** Holds nothing: a dispatcher to assign to. */
+    Dispatcher() noexcept = default;
+    Dispatcher(Dispatcher &&) noexcept = default;
+    Dispatcher &operator=(Dispatcher &&) noexcept = default;
+    /** Takes the events of this queue, which nothing else may wait for. */
+    explicit Dispatcher(Queue queue) : state_(std::make_shared<State>()) { state_->queue = std::move(queue); }
+    static Result<Dispatcher> create(const Model &model, const NVFP4_QueueOptions &options = QueueOptions())
+    {
+        Queue queue;
+        const NVFP4_Status status = NVFP4_queue_create(model.get(), &options, queue.put());
+        return detail::result(status, Dispatcher(std::move(queue)));
+    }
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Dispatcher(const Model &model, const NVFP4_QueueOptions &options = QueueOptions())
+        : Dispatcher(create(model, options))
+    {
+    }
+#endif
+
+    /** What is called for each event of a generation. */
+    using OnEvent = std::function<void(const OwnedEvent &)>;
+
+    /** Submits a generation after `tokens`; returns its number. */
+    Result<std::uint64_t> generate(const Session &session, Span<std::int32_t> tokens, OnEvent on_event,
+                                   const GenerateOptions &options = {}, const NVFP4_SubmitOptions &submit = SubmitOptions())
+    {
+        return called(std::move(on_event), submit, after(session, tokens, options));
+    }
+    /** Submits a chat turn; without `chat`, with the chat options of the previous one. */
+    Result<std::uint64_t> chat(const Session &session, std::string_view text, OnEvent on_event,
+                               const GenerateOptions &options = {}, const NVFP4_SubmitOptions &submit = SubmitOptions(),
+                               const ChatOptions *chat = nullptr)
+    {
+        return called(std::move(on_event), submit, turn(NVFP4_queue_chat, session, text, options, chat));
+    }
+    /** Submits the turn of a whole conversation, as JSON. */
+    Result<std::uint64_t> chat_messages(const Session &session, std::string_view messages, OnEvent on_event,
+                                        const GenerateOptions &options = {},
+                                        const NVFP4_SubmitOptions &submit = SubmitOptions(),
+                                        const ChatOptions *chat = nullptr)
+    {
+        return called(std::move(on_event), submit, turn(NVFP4_queue_chat_messages, session, messages, options, chat));
+    }
+    /** Ends a generation, which keeps its tokens. */
+    Result<void> cancel(std::uint64_t generation) const { return check(NVFP4_queue_cancel(queue(), generation)); }
+
+    /** Gives out the events that there are. Without any it waits for one up to `timeout_ms` milliseconds, or for ever if that is -1. */
+    Result<void> poll(std::int64_t timeout_ms = -1)
+    {
+        const std::shared_ptr<State> state = state_;
+        if (state == nullptr)
+            return wake();
+        if (state->ready.empty()) {
+            NVFP4_QueueEvent events[64];
+            std::size_t count = 0;
+            const NVFP4_Status status = NVFP4_queue_wait(queue(), events, sizeof *events, 64, timeout_ms, &count);
+            if (status != NVFP4_OK)
+                return check(status);
+            for (std::size_t i = 0; i < count; i++) {
+                const auto found = state->open.find(static_cast<Channel *>(events[i].user));
+                if (found == state->open.end())
+                    continue;
+                const bool was_told = !found->second->events.empty();
+                found->second->add(events[i]);
+                if (!was_told || found->second->has_ended)
+                    state->ready.push_back(found->second);
+                if (found->second->has_ended)
+                    state->open.erase(found);
+            }
+        }
+        while (!state->ready.empty()) {
+            const std::shared_ptr<Channel> channel = state->ready.front();
+            if (!channel->on_event)
+                state->ready.pop_front();
+            channel->give();
+            if (channel->on_event)
+                state->ready.pop_front();
+        }
+        return Result<void>();
+    }
+    /** Gives out events until no generation is left. */
+    Result<void> run()
+    {
+        while (state_ != nullptr && (!state_->open.empty() || !state_->ready.empty())) {
+#ifdef NVFP4_NO_EXCEPTIONS
+            if (const Result<void> done = poll(); !done)
+                return done;
+#else
+            poll();
+#endif
+        }
+        return Result<void>();
+    }
+    /** Lets a poll() return that waits, from any thread. */
+    Result<void> wake() const { return check(NVFP4_queue_wake(queue())); }
+    /** A file descriptor to poll, which is readable while there are events. */
+    Result<int> fd() const
+    {
+        return detail::value<int>([&](std::int32_t *out) { return NVFP4_queue_fd(queue(), out); });
+    }
+    /** Generations that have not ended. */
+    std::size_t open() const noexcept { return state_ == nullptr ? 0 : state_->open.size(); }
+
+#ifdef __cpp_impl_coroutine
+    /**
+     * The events of a generation for one coroutine. A stream that is destroyed before the end, also by its coroutine's end, cancels its
+     * generation.
+     */
+    class Events {
+    public:
+        /** Waits for events, or for the end. */
+        template <class Value, Value (Events::*taken)(), bool wants_end>
+        struct Wait {
+            Events &events;
+
+            bool await_ready() const noexcept
+            {
+                const Channel *channel = events.channel_.get();
+                return channel == nullptr || channel->has_ended || (!wants_end && !channel->events.empty());
+            }
+            void await_suspend(std::coroutine_handle<> coroutine) const noexcept
+            {
+                Channel &channel = *events.channel_;
+                channel.wants_end = wants_end;
+                channel.resume = [](void *address) { std::coroutine_handle<>::from_address(address).resume(); };
+                channel.waiting = coroutine.address();
+            }
+            Value await_resume() const { return (events.*taken)(); }
+        };
+
+        /** Has no events. */
+        Events() noexcept = default;
+        Events(Events &&) noexcept = default;
+        Events &operator=(Events &&other) noexcept
+        {
+            if (this != &other) {
+                drop();
+                state_ = std::move(other.state_);
+                channel_ = std::move(other.channel_);
+            }
+            return *this;
+        }
+        ~Events() { drop(); }
+
+        /** The number of the generation. */
+        std::uint64_t generation() const noexcept { return channel_ == nullptr ? 0 : channel_->generation; }
+        /** The next event; nothing after the last. */
+        auto next() noexcept { return Wait<std::optional<OwnedEvent>, &Events::take, false>{*this}; }
+        /** All of the content that no event has given yet, once the generation has ended. Its error, if it failed. */
+        auto text() noexcept { return Wait<Result<std::string>, &Events::take_text, true>{*this}; }
+        /** Ends the generation, which keeps its tokens. */
+        Result<void> cancel() const { return check(NVFP4_queue_cancel(queue(), generation())); }
+
+    private:
+        friend Dispatcher;
+        Events(std::shared_ptr<State> state, std::shared_ptr<Channel> channel)
+            : state_(std::move(state)), channel_(std::move(channel))
+        {
+        }
+        NVFP4_Queue *queue() const noexcept { return state_ == nullptr ? nullptr : state_->queue.get(); }
+        void drop() noexcept
+        {
+            if (channel_ == nullptr)
+                return;
+            channel_->waiting = nullptr;
+            channel_->is_dropped = true;
+            channel_->events.clear();
+            if (!channel_->has_ended)
+                static_cast<void>(NVFP4_queue_cancel(queue(), generation()));
+        }
+        std::optional<OwnedEvent> take() { return channel_ == nullptr ? std::nullopt : channel_->take(); }
+        Result<std::string> take_text()
+        {
+            std::string all;
+            while (const std::optional<OwnedEvent> event = take()) {
+                if (event->status != NVFP4_OK)
+                    return detail::failure<std::string>(Error(event->status, event->text));
+                if (event->part == NVFP4_PART_CONTENT)
+                    all += event->text;
+            }
+            return all;
+        }
+
+        std::shared_ptr<State> state_;
+        std::shared_ptr<Channel> channel_;
+    };
+
+    /** Submits a generation after `tokens`, whose events a coroutine awaits. */
+    Result<Events> stream(const Session &session, Span<std::int32_t> tokens, const GenerateOptions &options = {},
+                          const NVFP4_SubmitOptions &submit = SubmitOptions())
+    {
+        return awaited(submit, after(session, tokens, options));
+    }
+    /** Submits a chat turn likewise; without `chat`, with the chat options of the previous one. */
+    Result<Events> ask(const Session &session, std::string_view text, const GenerateOptions &options = {},
+                       const NVFP4_SubmitOptions &submit = SubmitOptions(), const ChatOptions *chat = nullptr)
+    {
+        return awaited(submit, turn(NVFP4_queue_chat, session, text, options, chat));
+    }
+    /** Submits the turn of a whole conversation, as JSON, likewise. */
+    Result<Events> ask_messages(const Session &session, std::string_view messages, const GenerateOptions &options = {},
+                                const NVFP4_SubmitOptions &submit = SubmitOptions(), const ChatOptions *chat = nullptr)
+    {
+        return awaited(submit, turn(NVFP4_queue_chat_messages, session, messages, options, chat));
+    }
+#endif
+
+private:
+    template <class Submit>
+    NVFP4_Status start(const std::shared_ptr<Channel> &channel, const NVFP4_SubmitOptions &options, Submit &&submit)
+    {
+        if (state_ == nullptr)
+            return submit(options, &channel->generation);
+        return state_->start(channel, options, submit);
+    }
+    template <class Submit>
+    Result<std::uint64_t> called(OnEvent on_event, const NVFP4_SubmitOptions &options, Submit &&submit)
+    {
+        const auto channel = std::make_shared<Channel>();
+        channel->on_event = std::move(on_event);
+        const NVFP4_Status status = start(channel, options, submit);
+        return detail::result(status, channel->generation);
+    }
+#ifdef __cpp_impl_coroutine
+    template <class Submit>
+    Result<Events> awaited(const NVFP4_SubmitOptions &options, Submit &&submit)
+    {
+        auto channel = std::make_shared<Channel>();
+        const NVFP4_Status status = start(channel, options, submit);
+        if (status != NVFP4_OK)
+            return detail::failure<Events>(Error(status, NVFP4_last_error()));
+        return Events(state_, std::move(channel));
+    }
+#endif
+
+    std::shared_ptr<State> state_;
+};
 
 /**
  * The pieces of a generation while it runs: a single-pass range. Its thread waits while a piece is used, so no token is

@@ -49,7 +49,8 @@ void tensors()
 {
     static_assert(is_single<nvfp4::Tensor> && is_single<nvfp4::Weight> && is_single<nvfp4::Model> && is_single<nvfp4::Session> &&
                   is_single<nvfp4::Detokenizer> && is_single<nvfp4::Grammar> && is_single<nvfp4::Cancel> && is_single<nvfp4::Trainer> && is_single<nvfp4::Optimizer> &&
-                  is_single<nvfp4::TakenError> && is_single<nvfp4::Log> && is_single<nvfp4::Stream> && is_single<nvfp4::Queue>);
+                  is_single<nvfp4::TakenError> && is_single<nvfp4::Log> && is_single<nvfp4::Stream> && is_single<nvfp4::Queue> &&
+                  is_single<nvfp4::Dispatcher>);
     static_assert(std::is_nothrow_move_constructible_v<nvfp4::Model> && std::is_nothrow_move_assignable_v<nvfp4::Weight>);
 
     float data[] = {1, 2, 3, 4, 5, 6};
@@ -894,6 +895,182 @@ void queues(const std::string &path)
     CHECK(queue.wait().size() == 0 && other.wait(1, 0).size() == 0);
 }
 
+#ifdef __cpp_impl_coroutine
+/* A coroutine that begins at once and that nobody waits for. */
+struct Fire {
+    struct promise_type {
+        Fire get_return_object() { return {std::coroutine_handle<promise_type>::from_promise(*this)}; }
+        std::suspend_never initial_suspend() noexcept { return {}; }
+        std::suspend_always final_suspend() noexcept { return {}; }
+        void return_void() {}
+        void unhandled_exception() { failed = std::current_exception(); }
+        std::exception_ptr failed;
+    };
+    std::coroutine_handle<promise_type> handle;
+};
+
+struct Told {
+    std::string text;
+    int tokens = 0, ends = 0;
+    std::int32_t finish = NVFP4_FINISH_NONE;
+};
+
+/* Reads a stream, up to `most` tokens. */
+Fire reads(nvfp4::Dispatcher &dispatcher, nvfp4::Session &session, std::vector<std::int32_t> prompt,
+           nvfp4::GenerateOptions options, int most, Told &told)
+{
+    nvfp4::Dispatcher::Events events = dispatcher.stream(session, prompt, options);
+    while (told.tokens < most) {
+        const std::optional<nvfp4::OwnedEvent> event = co_await events.next();
+        if (!event)
+            break;
+        CHECK(event->generation == events.generation() && event->status == NVFP4_OK);
+        told.text += event->text;
+        told.tokens += event->token >= 0;
+        told.ends += event->is_end();
+        told.finish = event->finish;
+    }
+}
+
+/* Asks twice for whole answers. */
+Fire asks(nvfp4::Dispatcher &dispatcher, nvfp4::Session &session, nvfp4::GenerateOptions options, std::string &said)
+{
+    nvfp4::Dispatcher::Events events;
+    CHECK(!co_await events.next() && (co_await events.text()).empty());
+    events = dispatcher.ask(session, "Hello", options);
+    said = co_await events.text();
+    events = dispatcher.ask_messages(session, "[{\"role\": \"user\", \"content\": \"Hi\"}]", options);
+    said += "|" + co_await events.text();
+    CHECK(!co_await events.next());
+    // The error of a generation that fails.
+    options.max_tokens = 3;
+    events = dispatcher.stream(session, std::vector<std::int32_t>{1 << 30}, options);
+    co_await events.text();
+}
+
+/* 200 streams on one thread, of which some are left early, and whole answers beside them. */
+void coroutines(const std::string &path)
+{
+    nvfp4::Model model(path);
+    nvfp4::QueueOptions limits;
+    limits.running = 16;
+    limits.submissions = 300;
+    nvfp4::Dispatcher dispatcher;
+    CHECK(status_of([&] { dispatcher.poll(); }) == NVFP4_INVALID_HANDLE && dispatcher.open() == 0);
+    dispatcher = nvfp4::Dispatcher(model, limits);
+    enum { STREAMS = 200, TOKENS = 12 };
+    std::vector<nvfp4::Session> sessions;
+    std::vector<Told> told(STREAMS);
+    std::vector<Fire> fired;
+    nvfp4::GenerateOptions options;
+    options.max_tokens = TOKENS;
+    options.ignore_model_stops = 1;
+    const auto prompt = [](int i) { return std::vector<std::int32_t>{17, 201 + i % 8, 33}; };
+    const auto most = [](int i) { return i % 3 == 0 ? i % TOKENS : TOKENS + 1; };
+    for (int i = 0; i < STREAMS; i++)
+        sessions.emplace_back(model);
+    for (int i = 0; i < STREAMS; i++)
+        fired.push_back(reads(dispatcher, sessions[i], prompt(i), options, most(i), told[i]));
+    nvfp4::Session chat(model), alone(model);
+    std::string said;
+    fired.push_back(asks(dispatcher, chat, options, said));
+    dispatcher.run();
+    CHECK(dispatcher.open() == 0);
+    for (int i = 0; i < STREAMS; i++) {
+        CHECK(fired[i].handle.done() && !fired[i].handle.promise().failed);
+        if (most(i) <= TOKENS) {
+            CHECK(told[i].tokens == most(i) && told[i].ends == 0);
+            continue;
+        }
+        CHECK(told[i].tokens == TOKENS && told[i].ends == 1 && told[i].finish == NVFP4_FINISH_LENGTH);
+        CHECK(told[i].text == sessions[i].last().text);
+        if (i % 8 == 1) {
+            alone.clear();
+            alone.prefill(prompt(i));
+            CHECK(alone.generate(options).text == told[i].text);
+        }
+    }
+    alone.clear();
+    const std::string first = alone.chat("Hello", options).text;
+    CHECK(said == first + "|" + alone.chat_messages("[{\"role\": \"user\", \"content\": \"Hi\"}]", options).text);
+    bool failed = false;
+    try {
+        std::rethrow_exception(fired.back().handle.promise().failed);
+    } catch (const nvfp4::Error &error) {
+        failed = error.status() == NVFP4_INVALID_ARGUMENT && std::string(error.what()).find("1073741824") != std::string::npos;
+    }
+    CHECK(failed);
+    // A coroutine that is destroyed while it waits ends its generation.
+    options.max_tokens = 200;
+    Told left;
+    sessions[0].clear();
+    const Fire waits = reads(dispatcher, sessions[0], prompt(0), options, 1000, left);
+    dispatcher.poll();
+    waits.handle.destroy();
+    dispatcher.run();
+    CHECK(sessions[0].last().finish == NVFP4_FINISH_CANCELLED);
+    for (const Fire &fire : fired)
+        fire.handle.destroy();
+}
+#endif
+
+/* Events of many generations for callbacks on one thread. */
+void dispatched(const std::string &path)
+{
+    nvfp4::Model model(path);
+    nvfp4::Dispatcher dispatcher(model);
+    nvfp4::Session session(model), other(model), alone(model);
+    nvfp4::GenerateOptions options;
+    options.max_tokens = 9;
+    options.ignore_model_stops = 1;
+    std::string said, answer;
+    int ends = 0, thrown = 0;
+    const std::uint64_t first = dispatcher.chat(session, "Hello", [&](const nvfp4::OwnedEvent &event) {
+        said += event.text;
+        ends += event.is_end();
+        // What follows in an answer may be asked for within the callback.
+        if (event.is_end())
+            dispatcher.chat_messages(session, "[{\"role\": \"user\", \"content\": \"Hi\"}]",
+                                     [&](const nvfp4::OwnedEvent &next) { answer += next.text; }, options);
+    }, options);
+    std::vector<std::int32_t> tokens;
+    const std::uint64_t second = dispatcher.generate(other, std::vector<std::int32_t>{5, 6, 7}, [&](const nvfp4::OwnedEvent &event) {
+        CHECK(event.generation == second);
+        if (event.token >= 0)
+            tokens.push_back(event.token);
+        if (tokens.size() == 3 && thrown == 0)
+            throw ++thrown;
+    }, options);
+    CHECK(first != second && dispatcher.open() == 2 && dispatcher.fd() >= 0);
+    // An exception leaves run(), and loses no event.
+    for (bool done = false; !done;) {
+        try {
+            dispatcher.run();
+            done = true;
+        } catch (int) {
+            CHECK(thrown == 1 && tokens.size() == 3);
+        }
+    }
+    CHECK(ends == 1 && thrown == 1 && tokens.size() == 9);
+    CHECK(alone.chat("Hello", options).text == said);
+    CHECK(alone.chat_messages("[{\"role\": \"user\", \"content\": \"Hi\"}]", options).text == answer);
+    CHECK(status_of([&] { dispatcher.cancel(99); }) == NVFP4_INVALID_ARGUMENT);
+    dispatcher.wake();
+    dispatcher.poll();
+    dispatcher.poll(0);
+    // Cancelled while it generates.
+    options.max_tokens = 200;
+    other.clear();
+    std::int32_t finish = NVFP4_FINISH_NONE;
+    const std::uint64_t third = dispatcher.generate(other, std::vector<std::int32_t>{5}, [&](const nvfp4::OwnedEvent &event) {
+        if (event.token >= 0)
+            dispatcher.cancel(event.generation);
+        finish = event.finish;
+    }, options);
+    dispatcher.run();
+    CHECK(third != second && finish == NVFP4_FINISH_CANCELLED);
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 4) {
@@ -916,6 +1093,10 @@ int main(int argc, char **argv)
     conversations(argv[3]);
     streams(argv[1]);
     queues(argv[1]);
+    dispatched(argv[1]);
+#ifdef __cpp_impl_coroutine
+    coroutines(argv[1]);
+#endif
     data(argv[1], argv[2]);
     training(argv[1], argv[2]);
     CHECK(without_exceptions(argv[1]) == 0);

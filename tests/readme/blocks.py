@@ -127,7 +127,9 @@ def compiled(block, folder):
     path = os.path.join(folder, f"block.{SUFFIXES[block.language]}")
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    command = {"c": ["gcc", "-std=c99"], "cpp": ["g++", "-std=c++17"]}[block.language]
+    # Coroutines are the one thing for which C++ has to be later.
+    cpp = "-std=c++20" if "co_await" in text else "-std=c++17"
+    command = {"c": ["gcc", "-std=c99"], "cpp": ["g++", cpp]}[block.language]
     said = subprocess.run([*command, "-pedantic-errors", "-Wall", "-Werror", "-fsyntax-only", "-Iinclude", path], capture_output=True, text=True)
     if said.returncode:
         yield f"does not compile:\n{said.stderr}"

@@ -35,6 +35,13 @@ cpp_example() {
         ! (cd "$work" && ./example-cpp 2>said) && grep -q qwen3-nvfp4 "$work/said"
 }
 
+# The second C++ program of the page, whose coroutines share a thread.
+coroutine_example() {
+    awk '/^```cpp/ { on = ++k == 2; next } /^```/ { on = 0 } on' docs/hosts.md >"$work/coroutines.cpp" && grep -q co_await "$work/coroutines.cpp" &&
+        g++ -std=c++20 -pedantic-errors -Wall -Werror -Iinclude "$work/coroutines.cpp" -o "$work/coroutines" -L"$build" -lNVFP4 -Wl,-rpath,"$build" \
+            -pthread && answers "$(printf '%s Because. \n' "Why is the sea salty?" "Why is the sky blue?")" bash -c "'$work/coroutines' | sort"
+}
+
 python_example() {
     export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
     block python 10 docs/hosts.md && answers "Because. Because. " python3 "$work/example.python" &&
@@ -147,6 +154,7 @@ commands() {
 
 check "the C program compiles and answers" c_example
 check "the C++ program compiles and answers" cpp_example
+check "the C++ program with coroutines answers" coroutine_example
 check "the Python program answers" python_example
 check "the asyncio program answers" asyncio_example
 check "the environment variables" environment
