@@ -2795,6 +2795,32 @@ NVFP4_Status NVFP4_session_restore(const NVFP4_Model *model,
                                    NVFP4_Session **out);
 
 /**
+ * Copies the session to memory: the bytes of a file of NVFP4_session_save(). Writes their number to `length`; see ARRAYS OUT above.
+ * They go into the buffer as they come: no second copy is held, and a call that fails may have written some.
+ *
+ * - `call`: cancels the call and reports the bytes written; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_save_bytes(NVFP4_Session *session,
+                                      uint8_t *buffer,
+                                      size_t capacity,
+                                      size_t *length,
+                                      const NVFP4_CallOptions *call);
+
+/**
+ * Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was saved.
+ * `model` must be the model that ran it. The bytes are read during the call only.
+ *
+ * - `call`: cancels the call and reports the bytes read; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_session_restore_bytes(const NVFP4_Model *model,
+                                         const uint8_t *bytes,
+                                         size_t length,
+                                         const NVFP4_CallOptions *call,
+                                         NVFP4_Session **out);
+
+/**
  * Gives the log-probabilities of continuations, each as if it stood alone after the tokens of the session, which keeps its tokens. With an
  * empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects at the
  * beginning, as NVFP4_model_tokenize() does.

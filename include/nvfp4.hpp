@@ -1639,6 +1639,20 @@ public:
     {
         return check(NVFP4_session_save(get(), path.data(), path.size(), call));
     }
+    /** A session in the state of the bytes of save_bytes(), or of a file of save(). */
+    static Result<Session> restore_bytes(const Model &model, Span<std::uint8_t> bytes, const NVFP4_CallOptions *call = nullptr)
+    {
+        Session out;
+        return detail::result(NVFP4_session_restore_bytes(model.get(), bytes.data(), bytes.size(), call, out.put()),
+                              std::move(out));
+    }
+    /** The bytes of a file of save(). */
+    Result<std::vector<std::uint8_t>> save_bytes(const NVFP4_CallOptions *call = nullptr) const
+    {
+        return detail::items<std::uint8_t>([&](std::uint8_t *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_session_save_bytes(get(), buffer, capacity, length, call);
+        });
+    }
 
     /** A second owner of the same session; fork() makes another session. */
     Result<Session> clone() const { return again<Session>(); }
@@ -2058,7 +2072,7 @@ struct OwnedEvent {
 };
 
 /**
- * Runs many generations on one thread, and gives the events of each to who waits for them: to a callback, or in C++20 to a coroutine.
+ * Runs many generations on one thread. A callback gets the events of a generation, or in C++20 a coroutine awaits them.
  *
  *     nvfp4::Dispatcher dispatcher(model);
  *     dispatcher.chat(session, "Why is the sky blue?", [](const nvfp4::OwnedEvent &event) { std::cout << event.text; });
@@ -2069,7 +2083,7 @@ struct OwnedEvent {
  * a time may use a dispatcher and its streams. The dispatcher uses `user` of the submit options itself.
  */
 class Dispatcher {
-    /** Events of a generation that nobody has seen yet, and who waits for them. */
+    /** The events of a generation that are to be given out, and their receiver. */
     struct Channel {
         std::uint64_t generation = 0;
         std::deque<OwnedEvent> events;
@@ -2081,7 +2095,7 @@ class Dispatcher {
         bool wants_end = false;
         /** Whether the last event is among `events`, or has been seen. */
         bool has_ended = false;
-        /** Whether nobody will ask for its events. */
+        /** Whether its stream is gone, so that events are discarded. */
         bool is_dropped = false;
 
         void add(const NVFP4_QueueEvent &event)
@@ -2091,7 +2105,7 @@ class Dispatcher {
             has_ended = event.kind == NVFP4_EVENT_END;
         }
 
-        /** Calls who waits. */
+        /** Calls the callback with each event, or goes on with the coroutine. */
         void give()
         {
             while (on_event && !events.empty()) {
@@ -2115,9 +2129,9 @@ class Dispatcher {
 
     struct State {
         Queue queue;
-        /** Those of generations that have not ended. */
+        /** Channels of generations that have not ended. */
         std::unordered_map<Channel *, std::shared_ptr<Channel>> open;
-        /** Those with events that nobody was told of. */
+        /** Channels with new events. */
         std::deque<std::shared_ptr<Channel>> ready;
 
         /** Calls `submit` with the channel as `user`, and keeps the channel if that succeeds. */
@@ -2175,7 +2189,7 @@ public:
     }
 #endif
 
-    /** What is called for each event of a generation. */
+    /** A callback for the events of a generation. */
     using OnEvent = std::function<void(const OwnedEvent &)>;
 
     /** Submits a generation after `tokens`; returns its number. */

@@ -44,7 +44,7 @@ enum Drafting {
     LooksUp(usize),
 }
 
-/// Those of a drafter.
+/// The ways to use a drafter.
 const DRAFTS: [Drafting; 4] = [
     Drafting::Guesses(1),
     Drafting::Guesses(3),

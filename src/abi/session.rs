@@ -1273,6 +1273,66 @@ pub unsafe extern "C-unwind" fn NVFP4_session_restore(
     })
 }
 
+/// Copies the session to memory: the bytes of a file of NVFP4_session_save(). Writes their number to `length`; see ARRAYS OUT above.
+/// They go into the buffer as they come: no second copy is held, and a call that fails may have written some.
+///
+/// - `call`: cancels the call and reports the bytes written; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_session_save_bytes(
+    session: *mut NVFP4_Session,
+    buffer: *mut u8,
+    capacity: usize,
+    length: *mut usize,
+    call: *const NVFP4_CallOptions,
+) -> NVFP4_Status {
+    enter("NVFP4_session_save_bytes", || {
+        // SAFETY: the pointers are as the header asks.
+        unsafe {
+            let length = Out::new("length", length)?;
+            let room = match buffer.is_null() && capacity == 0 {
+                true => None,
+                false => Some(slice_mut("buffer", buffer, capacity)?),
+            };
+            with_long(session, call, |state| {
+                let save = |size: u64| {
+                    length.set(size as usize);
+                    match room {
+                        Some(room) if (room.len() as u64) < size => bail!(
+                            BufferTooSmall,
+                            "the buffer has room for {capacity}, and {size} are needed"
+                        ),
+                        room => Ok(room),
+                    }
+                };
+                state.session.save_to(save).map(|_| ())
+            })
+        }
+    })
+}
+
+/// Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was saved.
+/// `model` must be the model that ran it. The bytes are read during the call only.
+///
+/// - `call`: cancels the call and reports the bytes read; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_session_restore_bytes(
+    model: *const NVFP4_Model,
+    bytes: *const u8,
+    length: usize,
+    call: *const NVFP4_CallOptions,
+    out: *mut *mut NVFP4_Session,
+) -> NVFP4_Status {
+    enter("NVFP4_session_restore_bytes", || {
+        // SAFETY: the pointers are as the header asks.
+        let (out, bytes) = unsafe { (Out::new("out", out)?, slice("bytes", bytes, length)?) };
+        let model = handle::get::<Served>("model", model)?;
+        let restore = || session::Session::restore_from(model, bytes);
+        // SAFETY: as above.
+        out.set(insert(unsafe { watched(call, restore) }?));
+        Ok(())
+    })
+}
+
 /// Gives the log-probabilities of continuations, each as if it stood alone after the tokens of the session, which keeps its tokens. With an
 /// empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects at the
 /// beginning, as NVFP4_model_tokenize() does.

@@ -1,6 +1,6 @@
 //! Files of the library's own that hold state: a magic number, a version, a JSON header, content, and a checksum of all that; numbers are
-//! little-endian. Each appears complete or not at all. Written and read with the progress and the cancellation of the thread's
-//! [`call`].
+//! little-endian. Each appears complete or not at all. The same bytes may be in memory instead. Written and read with the progress and the
+//! cancellation of the thread's [`call`].
 
 use std::fs::File;
 use std::hash::Hasher;
@@ -32,16 +32,42 @@ pub struct Format {
     pub newer: &'static str,
 }
 
-/// Writes a file. Dropped before [`Writer::finish`], it leaves none.
-pub struct Writer {
-    file: Temporary,
+/// The bytes of a file with a header of `header` bytes and `content` bytes after it.
+pub fn size(header: usize, content: u64) -> u64 {
+    (FRONT + CHECKSUM + header as u64).saturating_add(content)
+}
+
+/// The place of what is written.
+enum Target<'a> {
+    File(Temporary),
+    Memory(&'a mut [u8]),
+}
+
+/// Writes a file, or the same bytes to memory. Dropped before [`Writer::finish`], it leaves no file.
+pub struct Writer<'a> {
+    target: Target<'a>,
     at: u64,
     sum: XxHash3_64,
 }
 
-impl Writer {
+impl<'a> Writer<'a> {
     /// Begins the file at `path` with its header. `content` is the number of bytes that are expected after it, for which room is reserved.
-    pub fn create(path: &Path, format: &Format, header: &[u8], content: u64) -> Result<Writer> {
+    pub fn create(path: &Path, format: &Format, header: &[u8], content: u64) -> Result<Self> {
+        let file = Temporary::create(path, size(header.len(), content))?;
+        Self::begin(Target::File(file), format, header, content)
+    }
+
+    /// Begins in memory, which must have room for [`size`] bytes.
+    pub fn in_memory(
+        bytes: &'a mut [u8],
+        format: &Format,
+        header: &[u8],
+        content: u64,
+    ) -> Result<Self> {
+        Self::begin(Target::Memory(bytes), format, header, content)
+    }
+
+    fn begin(target: Target<'a>, format: &Format, header: &[u8], content: u64) -> Result<Self> {
         let length = u32::try_from(header.len()).map_err(|_| {
             err!(
                 InvalidArgument,
@@ -50,10 +76,9 @@ impl Writer {
                 header.len()
             )
         })?;
-        let size = (FRONT + CHECKSUM + u64::from(length)).saturating_add(content);
-        call::expect(size);
+        call::expect(size(header.len(), content));
         let mut writer = Writer {
-            file: Temporary::create(path, size)?,
+            target,
             at: 0,
             sum: XxHash3_64::new(),
         };
@@ -66,7 +91,16 @@ impl Writer {
 
     /// Appends bytes.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.file.write_at(bytes, self.at)?;
+        match &mut self.target {
+            Target::File(file) => file.write_at(bytes, self.at)?,
+            Target::Memory(room) => {
+                let (at, all) = (self.at as usize, room.len());
+                let Some(place) = room.get_mut(at..at + bytes.len()) else {
+                    bail!(Internal, "{} bytes at {at} of {all}", bytes.len());
+                };
+                place.copy_from_slice(bytes);
+            }
+        }
         self.sum.write(bytes);
         self.at += bytes.len() as u64;
         call::add(bytes.len() as u64);
@@ -89,19 +123,24 @@ impl Writer {
         }
     }
 
-    /// Appends the checksum, and puts the file in its place.
+    /// Appends the checksum, and puts a file in its place.
     pub fn finish(mut self) -> Result<()> {
         let sum = self.sum.finish();
         self.write(&sum.to_le_bytes())?;
-        self.file.cut(self.at)?;
-        self.file.sync()?;
-        self.file.commit()
+        match self.target {
+            Target::File(file) => {
+                file.cut(self.at)?;
+                file.sync()?;
+                file.commit()
+            }
+            Target::Memory(_) => Ok(()),
+        }
     }
 }
 
-/// Reads a file from its header to its checksum.
-pub struct Reader {
-    file: BufReader<File>,
+/// Reads a file, or the same bytes in memory, from its header to its checksum.
+pub struct Reader<R = BufReader<File>> {
+    input: R,
     size: u64,
     at: u64,
     sum: XxHash3_64,
@@ -109,18 +148,36 @@ pub struct Reader {
 
 impl Reader {
     /// Begins to read a file, with its header as JSON.
-    pub fn open(file: File, format: &Format) -> Result<(Reader, Vec<u8>)> {
+    pub fn open(file: File, format: &Format) -> Result<(Self, Vec<u8>)> {
         let size = file
             .metadata()
             .map_err(|e| Error::io("reading its size", e))?
             .len();
+        Self::begin(BufReader::new(file), size, format)
+    }
+
+    /// As [`Reader::finish`]; returns the file.
+    pub fn into_file(self) -> Result<File> {
+        Ok(self.finish()?.into_inner())
+    }
+}
+
+impl<'a> Reader<&'a [u8]> {
+    /// Begins to read bytes in memory, with their header as JSON.
+    pub fn of_memory(bytes: &'a [u8], format: &Format) -> Result<(Self, Vec<u8>)> {
+        Self::begin(bytes, bytes.len() as u64, format)
+    }
+}
+
+impl<R: Read> Reader<R> {
+    fn begin(input: R, size: u64, format: &Format) -> Result<(Self, Vec<u8>)> {
         call::expect(size);
         let Format { name, version, .. } = *format;
         if size < FRONT + CHECKSUM {
             bail!(CorruptFile, "{size} bytes are too few for {name}");
         }
         let mut reader = Reader {
-            file: BufReader::new(file),
+            input,
             size,
             at: 0,
             sum: XxHash3_64::new(),
@@ -167,7 +224,7 @@ impl Reader {
 
     /// Fills `out` with the next bytes.
     pub fn read(&mut self, out: &mut [u8]) -> Result<()> {
-        self.file
+        self.input
             .read_exact(out)
             .map_err(|e| Error::io("reading", e))?;
         self.sum.write(out);
@@ -199,8 +256,8 @@ impl Reader {
         Ok(out)
     }
 
-    /// Fails unless the checksum comes next, and is that of everything before it. Returns the file.
-    pub fn finish(mut self) -> Result<File> {
+    /// Fails unless the checksum comes next, and is that of everything before it. Returns what it has read from.
+    pub fn finish(mut self) -> Result<R> {
         let sum = self.sum.finish();
         if u64::from_le_bytes(self.array()?) != sum {
             bail!(
@@ -208,6 +265,6 @@ impl Reader {
                 "its checksum is not that of its content; it is damaged"
             );
         }
-        Ok(self.file.into_inner())
+        Ok(self.input)
     }
 }

@@ -52,7 +52,7 @@ impl Paces {
 pub struct DraftCounts {
     /// Tokens that were drafted.
     pub drafted: usize,
-    /// Those of them that the model itself chose.
+    /// Drafted tokens that the model itself chose.
     pub accepted: usize,
 }
 

@@ -1,8 +1,8 @@
-//! Session files: the complete state of a session, from which it continues as if never interrupted. A file is [sealed](crate::base::sealed), and its
+//! Session files: the complete state of a session, from which it continues as if never interrupted, on disk or in memory. A file is [sealed](crate::base::sealed), and its
 //! content is the tokens, the logits, the cache's pages, and the drafter's pages if there are any. Everything is checked against the file
 //! size, the model and the checksum before it is used.
 
-use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use super::conversation::{Answering, Conversation};
 use super::next::Next;
 use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
-use crate::base::sealed::{Format, Reader, Writer};
+use crate::base::sealed::{self, Format, Reader, Writer};
 use crate::base::{Error, ErrorKind, Result, alloc, file, memory};
 use crate::engine::{Kept, Sequence, Served};
 use crate::model::KvType;
@@ -75,10 +75,58 @@ struct AnswerHeader {
     said: Option<Box<RawValue>>,
 }
 
+/// What is written of a session.
+struct State<'a> {
+    session: &'a Session,
+    cache: &'a Sequence,
+    logits: &'a [f32],
+    /// The header as JSON.
+    header: Vec<u8>,
+    /// Bytes after the header and before the checksum.
+    content: u64,
+}
+
+impl State<'_> {
+    fn write(&self, mut out: Writer<'_>) -> Result<()> {
+        out.words(self.session.tokens.iter().copied())?;
+        out.words(self.logits.iter().map(|x| x.to_bits()))?;
+        self.cache.for_each_page(|page| out.write(page))?;
+        self.cache.for_each_drafter_page(|page| out.write(page))?;
+        out.finish()
+    }
+}
+
 impl Session {
     /// Writes the session to a file atomically: the file appears complete or not at all. Reports the bytes written to the thread's
     /// [`call`](crate::base::call). What older weights have computed is not in it, if a trainer has changed them; its step waits for this.
     pub fn save(&self, path: &Path) -> Result<()> {
+        self.with_state(|state| {
+            state.write(Writer::create(path, &FORMAT, &state.header, state.content)?)
+        })
+    }
+
+    /// Writes the bytes of a session file to memory that `room` gives for so many, as [`save`](Session::save) does to a file. Without room,
+    /// which is `None`, nothing is written. Returns the number of bytes.
+    pub fn save_to<'a>(
+        &self,
+        room: impl FnOnce(u64) -> Result<Option<&'a mut [u8]>>,
+    ) -> Result<u64> {
+        self.with_state(|state| {
+            let size = sealed::size(state.header.len(), state.content);
+            if let Some(room) = room(size)? {
+                state.write(Writer::in_memory(
+                    room,
+                    &FORMAT,
+                    &state.header,
+                    state.content,
+                )?)?;
+            }
+            Ok(size)
+        })
+    }
+
+    /// Calls `write` with the state of the session, which no step of a trainer changes meanwhile.
+    fn with_state<T>(&self, write: impl FnOnce(&State<'_>) -> Result<T>) -> Result<T> {
         let _held = self.model.hold()?;
         let empty = self.model.sequence(self.options.context, self.options.kv)?;
         let (cache, logits) = match self.cache.is_outdated() {
@@ -142,13 +190,13 @@ impl Session {
             .content_bytes(cache)
             .ok_or_else(|| err!(InvalidArgument, "the session is too large for a file"))?;
 
-        let mut out = Writer::create(path, &FORMAT, &json, content)?;
-        out.words(self.tokens.iter().copied())?;
-        let logits = logits.unwrap_or_default();
-        out.words(logits.iter().map(|x| x.to_bits()))?;
-        cache.for_each_page(|page| out.write(page))?;
-        cache.for_each_drafter_page(|page| out.write(page))?;
-        out.finish()
+        write(&State {
+            session: self,
+            cache,
+            logits: logits.unwrap_or_default(),
+            header: json,
+            content,
+        })
     }
 
     /// Restores a session from a file. `model` must be the model that ran it before, with the same weights. The step of a trainer waits for
@@ -156,16 +204,24 @@ impl Session {
     pub fn restore(model: Arc<Served>, path: &Path) -> Result<Session> {
         let file = file::open(path)
             .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
-        restore(model, file).map_err(|e| e.within(path.display()))
+        Reader::open(file, &FORMAT)
+            .and_then(|(input, header)| restore(model, input, &header))
+            .map_err(|e| e.within(path.display()))
+    }
+
+    /// Restores a session from the bytes of a session file, like [`restore`](Session::restore).
+    pub fn restore_from(model: Arc<Served>, bytes: &[u8]) -> Result<Session> {
+        Reader::of_memory(bytes, &FORMAT)
+            .and_then(|(input, header)| restore(model, input, &header))
+            .map_err(|e| e.within("the bytes of a session"))
     }
 }
 
-fn restore(model: Arc<Served>, file: File) -> Result<Session> {
-    let (mut input, json) = Reader::open(file, &FORMAT)?;
+fn restore<R: Read>(model: Arc<Served>, mut input: Reader<R>, json: &[u8]) -> Result<Session> {
     let _held = model.hold()?;
     let _texts = alloc::Budget::fields(json.len()).set_aside()?;
     let header: Header =
-        serde_json::from_slice(&json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
+        serde_json::from_slice(json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     header.check(&model)?;
     let mut session = Session::new(model, &header.options()?)
         .map_err(|e| err!(CorruptFile, "its header: {e}"))?;

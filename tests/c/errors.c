@@ -789,6 +789,13 @@ static void sessions(NVFP4_Model *model)
     HANDLE(NVFP4_session_restore, h, "/dev/null/x", 11, NULL, &none);
     BAD(invalid, NVFP4_session_restore, model, NULL, 1, NULL, &none);
     BAD(invalid, NVFP4_session_restore, model, "/dev/null/x", 11, NULL, NULL);
+    HANDLE(NVFP4_session_save_bytes, h, NULL, 0, &length, NULL);
+    BAD(invalid, NVFP4_session_save_bytes, session, NULL, 1, &length, NULL);
+    BAD(invalid, NVFP4_session_save_bytes, session, NULL, 0, NULL, NULL);
+    HANDLE(NVFP4_session_restore_bytes, h, (const uint8_t *)"x", 1, NULL, &none);
+    BAD(invalid, NVFP4_session_restore_bytes, model, NULL, 1, NULL, &none);
+    BAD(invalid, NVFP4_session_restore_bytes, model, (const uint8_t *)"x", 1, NULL, NULL);
+    BAD(NVFP4_CORRUPT_FILE, NVFP4_session_restore_bytes, model, NULL, 0, NULL, &none);
     for (int i = 0; i < 4; i++) {
         NVFP4_Session *some[1];
         some[0] = no_handles[i];

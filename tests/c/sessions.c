@@ -906,6 +906,33 @@ static void forks_and_files(const char *scratch)
     OK(NVFP4_session_chat(restored, "More", 4, NULL, &options, NULL, NULL, NULL));
     CHECK(same(session, fork) && same(session, restored));
 
+    /* The bytes of a file in memory, and a session from either. */
+    static uint8_t bytes[1 << 20], read[1 << 20];
+    size_t length = 0, again = 7;
+    NVFP4_Session *copy = NULL;
+    OK(NVFP4_session_save(session, path, strlen(path), NULL));
+    OK(NVFP4_session_save_bytes(session, NULL, 0, &length, NULL));
+    CHECK(length > 0 && length <= sizeof bytes);
+    FAILS(NVFP4_BUFFER_TOO_SMALL, NVFP4_session_save_bytes(session, bytes, length - 1, &again, NULL));
+    CHECK(again == length && bytes[0] == 0);
+    OK(NVFP4_session_save_bytes(session, bytes, sizeof bytes, &again, NULL));
+    FILE *saved = fopen(path, "rb");
+    CHECK(saved != NULL && fread(read, 1, sizeof read, saved) == length && fclose(saved) == 0);
+    CHECK(again == length && memcmp(bytes, read, length) == 0);
+    OK(NVFP4_session_restore_bytes(model, read, length, NULL, &copy));
+    CHECK(same(session, copy));
+    OK(NVFP4_session_chat(session, "On", 2, NULL, &options, NULL, NULL, NULL));
+    OK(NVFP4_session_chat(copy, "On", 2, NULL, &options, NULL, NULL, NULL));
+    CHECK(same(session, copy));
+    for (size_t i = 0; i < length; i += length / 9) {
+        bytes[i] ^= 0x41;
+        CHECK(NVFP4_session_restore_bytes(model, bytes, length, NULL, &none) != NVFP4_OK && none == NULL);
+        bytes[i] ^= 0x41;
+        FAILS(NVFP4_CORRUPT_FILE, NVFP4_session_restore_bytes(model, bytes, i, NULL, &none));
+        SAYS("the bytes of a session");
+    }
+    OK(NVFP4_session_release(copy));
+
     FAILS(NVFP4_IO, NVFP4_session_save(session, "/dev/null/x", 11, NULL));
     FAILS(NVFP4_NOT_FOUND, NVFP4_session_restore(model, "/nowhere", 8, NULL, &none));
     FILE *file = fopen(path, "r+b");

@@ -402,6 +402,8 @@ void sessions(const std::string &path, const std::string &scratch)
     std::remove((scratch + "/wrapper.nvfp4session").c_str());
     const std::vector<float> expected = session.logits();
     CHECK(fork.logits() == expected && restored.logits() == expected && fork.tokens() == session.tokens());
+    const std::vector<std::uint8_t> bytes = session.save_bytes();
+    CHECK(nvfp4::Session::restore_bytes(model, bytes).logits() == expected && restored.save_bytes().size() == bytes.size());
 
     /* A callback may be a std::function, take the token too, stop, and throw. */
     std::vector<std::int32_t> tokens;

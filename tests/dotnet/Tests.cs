@@ -583,7 +583,8 @@ static partial class Tests
                 () => session.Decode(3, cancelled), () => session.GetLogits(cancelled), () => session.Sample(null, cancelled),
                 () => session.Generate(null, null, cancelled), () => session.Stream(null, cancelled).First(),
                 () => session.Save(file + "2", null, cancelled), () => Session.Restore(model, file, null, cancelled),
-                () => ChatSession.Restore(model, file, null, cancelled), () => Session.Step(both, tokens, cancelled),
+                () => ChatSession.Restore(model, file, null, cancelled), () => session.ToBytes(null, cancelled),
+                () => Session.FromBytes(model, File.ReadAllBytes(file), null, cancelled), () => Session.Step(both, tokens, cancelled),
                 () => Session.Step(both, tokens, out statuses, cancelled),
                 () => Session.StepSample(both, tokens, (GenerateOptions)null, cancelled),
                 () => Session.StepSample(both, tokens, null, out statuses, cancelled), () => Model.Load(modelPath, cancellation: cancelled),
@@ -603,6 +604,14 @@ static partial class Tests
                 session.Save(file, null, token);
                 using (Session restored = Session.Restore(model, file, null, token))
                     Check(restored.Tokens.SequenceEqual(session.Tokens));
+                byte[] state = session.ToBytes(null, token);
+                Check(state.SequenceEqual(File.ReadAllBytes(file)));
+                using (Session restored = Session.FromBytes(model, state, null, token))
+                    Check(restored.Logits.SequenceEqual(session.Logits));
+                using (ChatSession restored = ChatSession.FromBytes(model, state))
+                    Check(restored.Tokens.SequenceEqual(session.Tokens));
+                Throws<Nvfp4Exception>(() => Session.FromBytes(model, new byte[9]), "the bytes of a session");
+                Throws<ArgumentNullException>(() => Session.FromBytes(model, null));
             }
             // By its own progress, in the middle.
             using (var source = new CancellationTokenSource())
@@ -644,6 +653,9 @@ static partial class Tests
             heard = new Heard();
             Session.Restore(model, file, heard.Hear).Dispose();
             Check(heard.Calls > 0 && heard.Done == heard.Total && heard.Total == new FileInfo(file).Length, heard.Done + " of " + heard.Total);
+            heard = new Heard();
+            byte[] state = session.ToBytes(heard.Hear);
+            Check(heard.Done == heard.Total && heard.Total == state.Length, heard.Done + " of " + heard.Total);
         }
         using (var session = new Session(forever, new SessionOptions { Context = 1 << 16 }))
         {

@@ -1058,7 +1058,9 @@ class Models(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "session")
             for call in (lambda: session.save(path, progress=lambda *at: told.append(at)),
-                         lambda: nvfp4.Session.restore(self.golden, path, progress=lambda *at: told.append(at))):
+                         lambda: nvfp4.Session.restore(self.golden, path, progress=lambda *at: told.append(at)),
+                         lambda: session.to_bytes(progress=lambda *at: told.append(at)),
+                         lambda: nvfp4.Session.from_bytes(self.golden, session.to_bytes(), progress=lambda *at: told.append(at))):
                 told.clear()
                 call()
                 self.assertEqual(told[-1], (os.path.getsize(path),) * 2)
@@ -1205,6 +1207,17 @@ class Models(unittest.TestCase):
         restored = nvfp4.ChatSession.restore(self.reciter, path)
         self.assertEqual((restored.messages, restored.tokens), (chat.messages, chat.tokens))
         self.assertEqual(restored.logits(), chat.logits())
+        state = chat.to_bytes()
+        with open(path, "rb") as file:
+            self.assertEqual(state, file.read())
+        for data in (state, bytes(state), memoryview(state), memoryview(bytes(state))):
+            copy = nvfp4.ChatSession.from_bytes(self.reciter, data)
+            self.assertEqual((copy.messages, copy.tokens, copy.logits()), (chat.messages, chat.tokens, chat.logits()))
+            self.assertEqual(copy.say("And you?").text, TEXT)
+        with self.assertRaisesRegex(nvfp4.CorruptFile, "the bytes of a session"):
+            nvfp4.Session.from_bytes(self.reciter, state[:-1])
+        self.assertRaises(nvfp4.Error, nvfp4.Session.from_bytes, self.golden, state)
+        self.assertRaises(TypeError, nvfp4.Session.from_bytes, self.reciter, path)
         self.assertEqual(restored.say("And you?").text, TEXT)
         self.assertRaises(nvfp4.NotFound, nvfp4.Session.restore, self.reciter, "/nowhere")
         self.assertRaises(nvfp4.Error, nvfp4.Session.restore, self.golden, path)
@@ -1915,7 +1928,7 @@ class Copies(unittest.TestCase):
             file.flush()
             data = nvfp4.Data(GOLDEN, file.name)
         objects = [
-            (model, "Model(path)", "Model(path)"), (session, "fork()", "Session.restore"), (model.chat(), "fork()", "Session.restore"),
+            (model, "Model(path)", "Model(path)"), (session, "fork()", "Session.from_bytes"), (model.chat(), "fork()", "Session.from_bytes"),
             (model.tokenizer, "any thread", "Tokenizer(path)"), (session.stream(), "pieces", "pieces"), (nvfp4.Cancel(), "same Cancel", "Event"),
             (nvfp4.Detokenizer(model), "Detokenizer(model", "Detokenizer(model"),
             (nvfp4.Grammar.regex(model, "a"), "any thread", "each process"), (numbers, "to('cpu')", "numpy("),

@@ -79,6 +79,15 @@ namespace LibNVFP4
             CancellationToken cancellation = default(CancellationToken)) =>
             new ChatSession(RestoreHandle(model, path, progress, cancellation), GenerateOptions.From(model), null);
 
+        /// <summary>Makes a conversation as it was when <see cref="Session.ToBytes"/> gave its bytes. Its <see cref="Turns"/> is null.</summary>
+        /// <param name="model">The model that ran it.</param>
+        /// <param name="state">The bytes, which may be those of a file.</param>
+        /// <param name="progress">Is told how many bytes are read, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public static new ChatSession FromBytes(Model model, byte[] state, ProgressHandler progress = null,
+            CancellationToken cancellation = default(CancellationToken)) =>
+            new ChatSession(BytesHandle(model, state, progress, cancellation), GenerateOptions.From(model), null);
+
         /// <summary>Makes a second conversation in the same state.</summary>
         public new ChatSession Fork() => new ChatSession(ForkHandle(), drawn, Turns?.Clone());
 

@@ -1718,6 +1718,22 @@ namespace LibNVFP4
         internal static extern int NVFP4_session_restore(ModelHandle model, byte* path, UIntPtr pathLength, NativeCallOptions* call,
             out SessionHandle result);
 
+        // Copies the session to memory: the bytes of a file of NVFP4_session_save(). Writes their number to `length`; see ARRAYS OUT above.
+        // They go into the buffer as they come: no second copy is held, and a call that fails may have written some.
+        //
+        // - `call`: cancels the call and reports the bytes written; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_save_bytes(SessionHandle session, byte* buffer, UIntPtr capacity, UIntPtr* length,
+            NativeCallOptions* call);
+
+        // Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was
+        // saved. `model` must be the model that ran it. The bytes are read during the call only.
+        //
+        // - `call`: cancels the call and reports the bytes read; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_session_restore_bytes(ModelHandle model, byte* bytes, UIntPtr length, NativeCallOptions* call,
+            out SessionHandle result);
+
         // Gives the log-probabilities of continuations, each as if it stood alone after the tokens of the session, which keeps its tokens.
         // With an empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects
         // at the beginning, as NVFP4_model_tokenize() does.

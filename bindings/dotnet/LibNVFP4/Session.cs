@@ -184,6 +184,15 @@ namespace LibNVFP4
             CancellationToken cancellation = default(CancellationToken)) =>
             new Session(RestoreHandle(model, path, progress, cancellation));
 
+        /// <summary>Creates a session from what ToBytes gave, or from the bytes of a file of Save, in the state that was saved.</summary>
+        /// <param name="model">The model that ran it.</param>
+        /// <param name="state">The bytes.</param>
+        /// <param name="progress">Is told how many bytes are read, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public static Session FromBytes(Model model, byte[] state, ProgressHandler progress = null,
+            CancellationToken cancellation = default(CancellationToken)) =>
+            new Session(BytesHandle(model, state, progress, cancellation));
+
         /// <summary>The number of tokens in it.</summary>
         public long Length
         {
@@ -419,6 +428,29 @@ namespace LibNVFP4
                     call.Finish(Native.NVFP4_session_save(Handle, at, Interop.Size(bytes.Length), call.Options));
         }
 
+        /// <summary>The bytes of a file of Save, as many as an array holds: under 2 GB.</summary>
+        /// <param name="progress">Is told how many bytes are written, or null.</param>
+        /// <param name="cancellation">Stops it, with an OperationCanceledException.</param>
+        public byte[] ToBytes(ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
+        {
+            for (;;)
+            {
+                UIntPtr length = UIntPtr.Zero;
+                Interop.Check(Native.NVFP4_session_save_bytes(Handle, null, UIntPtr.Zero, &length, null));
+                byte[] state = new byte[checked((int)length.ToUInt64())];
+                using (var call = new Call(cancellation, progress, Handle))
+                    fixed (byte* at = state)
+                    {
+                        int status = Native.NVFP4_session_save_bytes(Handle, at, Interop.Size(state.Length), &length, call.Options);
+                        // It may have grown in between.
+                        if (status == (int)Status.BufferTooSmall)
+                            continue;
+                        call.Finish(status);
+                    }
+                return state;
+            }
+        }
+
         /// <summary>
         /// Ends the call that uses the session, or its generation in a <see cref="Queue"/>, if there is one, soon: a generation with what it
         /// has, anything else with an <see cref="Nvfp4CancelledException"/>. From any thread, and from a handler. What begins later is not
@@ -601,6 +633,22 @@ namespace LibNVFP4
                 {
                     fixed (byte* at = bytes)
                         return Native.NVFP4_session_restore(model.Handle, at, Interop.Size(bytes.Length), call.Options, out handle);
+                }));
+            return handle;
+        }
+
+        internal static SessionHandle BytesHandle(Model model, byte[] state, ProgressHandler progress, CancellationToken cancellation)
+        {
+            if (model == null)
+                throw new ArgumentNullException(nameof(model));
+            if (state == null)
+                throw new ArgumentNullException(nameof(state));
+            SessionHandle handle = null;
+            using (var call = new Call(cancellation, progress))
+                call.Finish(Interop.Try(() =>
+                {
+                    fixed (byte* at = state)
+                        return Native.NVFP4_session_restore_bytes(model.Handle, at, Interop.Size(state.Length), call.Options, out handle);
                 }));
             return handle;
         }

@@ -2289,6 +2289,22 @@ FUNCTIONS: Tuple[Function, ...] = (
 
         - `call`: cancels the call and reports the bytes read; may be NULL.
         """),
+    Function("session_save_bytes", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
+        NVFP4_session_save_bytes(NVFP4_Session *session, uint8_t *buffer, size_t capacity, size_t *length, const NVFP4_CallOptions *call)
+
+        Copies the session to memory: the bytes of a file of NVFP4_session_save(). Writes their number to `length`; see ARRAYS OUT above.
+        They go into the buffer as they come: no second copy is held, and a call that fails may have written some.
+
+        - `call`: cancels the call and reports the bytes written; may be NULL.
+        """),
+    Function("session_restore_bytes", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
+        NVFP4_session_restore_bytes(const NVFP4_Model *model, const uint8_t *bytes, size_t length, const NVFP4_CallOptions *call, NVFP4_Session **out)
+
+        Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was saved.
+        `model` must be the model that ran it. The bytes are read during the call only.
+
+        - `call`: cancels the call and reports the bytes read; may be NULL.
+        """),
     Function("session_score", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p), Status, """
         NVFP4_session_score(NVFP4_Session *session, const int32_t *const *continuations, const size_t *lengths, size_t count, const NVFP4_CallOptions *call, float *log_probabilities, int32_t *is_argmax)
 

@@ -344,7 +344,7 @@ class Session(Handle):
 
     _kind = "session"
     _copies = "session.fork() is a second session in the same state"
-    _pickles = "session.save(path) and Session.restore(model, path) take it to another process"
+    _pickles = "session.to_bytes() and Session.from_bytes(model, data) take it to another process"
     _model = None  # A reference of its own to the model, for streams of event loops.
     _left = None  # The generation that the last of these streams has left before its end.
 
@@ -370,6 +370,27 @@ class Session(Handle):
 
     def save(self, path, cancel=None, progress=None):
         _watched(lambda call: lib.session_save(self, *native.path_in(path), call), cancel, progress)
+
+    @classmethod
+    def from_bytes(cls, model, data, cancel=None, progress=None):
+        """A session in the state of what to_bytes() gave, or of the bytes of a file of save()."""
+        view = memoryview(data).cast("B")
+        at = bytes(view) if view.readonly else (ctypes.c_char * len(view)).from_buffer(view)
+        restore = lambda call: native.value_out(ctypes.c_void_p, lib.session_restore_bytes, model, at, len(view), call)
+        out = cls._own(_watched(restore, cancel, progress))
+        out._model = model._second()
+        return out
+
+    def to_bytes(self, cancel=None, progress=None):
+        """The bytes of a file of save(), in a bytearray."""
+        def saved(call):
+            size = ctypes.c_size_t()
+            lib.session_save_bytes(self, None, 0, ctypes.byref(size), None)
+            state = bytearray(size.value)
+            lib.session_save_bytes(self, (ctypes.c_char * len(state)).from_buffer(state), len(state), ctypes.byref(size), call)
+            return state
+
+        return _watched(saved, cancel, progress)
 
     def fork(self):
         """A second session in the same state. A session that generates goes on, and its fork has the tokens so far."""
@@ -494,6 +515,14 @@ class ChatSession(Session):
         """A conversation in the state that save() wrote, with the options of its last turn unless others are given here."""
         turns = _only_chat_options(options)
         out = super().restore(model, path, cancel, progress)
+        out._turns, out._drawn = turns or None, model.generate_options()
+        return out
+
+    @classmethod
+    def from_bytes(cls, model, data, cancel=None, progress=None, **options):
+        """A conversation in the state of what to_bytes() gave; see restore()."""
+        turns = _only_chat_options(options)
+        out = super().from_bytes(model, data, cancel, progress)
         out._turns, out._drawn = turns or None, model.generate_options()
         return out
 

@@ -44,7 +44,7 @@ fn restore_from(blocks: &Blocks, file: File) -> Result<RestoredPrefixes> {
         serde_json::from_slice(&json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     let trees = Trees::new(blocks.model(), header.check(blocks.model())?)?;
     let records = record::read(&mut input, &header, &trees, blocks.model())?;
-    let file = input.finish()?;
+    let file = input.into_file()?;
     let _plan = alloc::Budget::copies(records.len().saturating_mul(PLANNED)).set_aside()?;
     let nodes = in_units(&records, header.unit, blocks.unit());
     let mut restoring = Restoring {
