@@ -173,6 +173,9 @@ module Generate =
     /// Token sequences that are not completed.
     let badWords (words: int seq seq) = changed (fun o -> o.BadWords <- words)
 
+    /// The program's own change of the logits before each choice. It returns false to end the generation.
+    let logitsProcessor (processor: Logits -> bool) = changed (fun o -> o.LogitsProcessor <- LogitsHandler processor)
+
     /// Fixes the draws.
     let seed (value: uint64) = changed (fun o -> o.Seed <- Nullable value)
 
