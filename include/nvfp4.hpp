@@ -1490,6 +1490,24 @@ struct SessionOptions : NVFP4_SessionOptions {
     std::string system_prompt;
 };
 
+/** The logits of a choice, for a processor, which may change them; see NVFP4_LogitsEvent. Valid during the call of the processor. */
+struct Logits {
+    /** One for each token of the vocabulary. */
+    float *data;
+    std::size_t size;
+    /** The tokens that the generation has so far. */
+    Span<std::int32_t> tokens;
+    /** The index of the session in a step. */
+    std::int32_t index;
+
+    float &operator[](std::size_t token) const noexcept { return data[token]; }
+    float *begin() const noexcept { return data; }
+    float *end() const noexcept { return data + size; }
+};
+
+/** Changes logits before a token is chosen. Returns false to end the generation. */
+using LogitsProcessor = std::function<bool(const Logits &)>;
+
 /** How to generate; the fields of the C struct, with their defaults, except the stops. */
 struct GenerateOptions : NVFP4_GenerateOptions {
     GenerateOptions() : NVFP4_GenerateOptions()
@@ -1505,6 +1523,11 @@ struct GenerateOptions : NVFP4_GenerateOptions {
     std::vector<std::pair<std::int32_t, float>> biases;
     /** Token sequences that are not completed; used instead of the pointers `bad_words`. */
     std::vector<std::vector<std::int32_t>> bad_sequences;
+    /**
+     * The program's own change of logits; used instead of the pointer `logits_processor`. What it throws leaves the call. In a Queue it runs on
+     * another thread, these options must exist until the end of the generation, and an exception ends that like false.
+     */
+    LogitsProcessor processor;
 };
 
 inline Result<GenerateOptions> Model::generate_options() const
@@ -1549,8 +1572,12 @@ namespace detail {
 
 /** GenerateOptions as the C struct, valid as long as both live. */
 struct PlainOptions {
-    explicit PlainOptions(const GenerateOptions &options) : plain(options)
+    explicit PlainOptions(const GenerateOptions &options) : plain(options), processor(options.processor)
     {
+        if (options.processor) {
+            plain.logits_processor = process;
+            plain.logits_user = this;
+        }
         for (const std::string &stop : options.stop_texts) {
             strings.push_back(stop.data());
             lengths.push_back(stop.size());
@@ -1578,7 +1605,31 @@ struct PlainOptions {
     PlainOptions(const PlainOptions &) = delete;
     PlainOptions &operator=(const PlainOptions &) = delete;
 
+    /** The struct for a queue, valid as long as the options are. */
+    const NVFP4_GenerateOptions *queued()
+    {
+        if (processor.f) {
+            plain.logits_processor = process_queued;
+            plain.logits_user = const_cast<LogitsProcessor *>(&processor.f);
+        }
+        return &plain;
+    }
+
+    static Logits logits(const NVFP4_LogitsEvent &event)
+    {
+        return {event.logits, event.logit_count, Span<std::int32_t>(event.tokens, event.token_count), event.index};
+    }
+    static std::int32_t process(void *user, const NVFP4_LogitsEvent *event)
+    {
+        return static_cast<PlainOptions *>(user)->processor.call(logits(*event));
+    }
+    static std::int32_t process_queued(void *user, const NVFP4_LogitsEvent *event)
+    {
+        return Carried<const LogitsProcessor>(*static_cast<const LogitsProcessor *>(user)).call(logits(*event));
+    }
+
     NVFP4_GenerateOptions plain;
+    Carried<const LogitsProcessor> processor;
     std::vector<const char *> strings;
     std::vector<std::size_t> lengths;
     std::vector<std::int32_t> bias_tokens;
@@ -1690,7 +1741,13 @@ public:
         });
     }
     /** The next token, which is not appended. */
-    Result<std::int32_t> sample(const GenerateOptions &options = {}) { return sample(detail::PlainOptions(options).plain); }
+    Result<std::int32_t> sample(const GenerateOptions &options = {})
+    {
+        detail::PlainOptions given(options);
+        std::int32_t out = 0;
+        const NVFP4_Status status = given.processor.after(NVFP4_session_sample(get(), &given.plain, &out));
+        return detail::result(status, out);
+    }
     Result<std::int32_t> sample(const NVFP4_GenerateOptions &options)
     {
         return detail::value<std::int32_t>([&](std::int32_t *out) { return NVFP4_session_sample(get(), &options, out); });
@@ -1892,7 +1949,7 @@ private:
     template <class F, class Call>
     Result<Generation> run(const GenerateOptions &options, F &on_piece, Call &&call)
     {
-        const detail::PlainOptions given(options);
+        detail::PlainOptions given(options);
         Generation out;
         NVFP4_Status status = NVFP4_OK;
         if constexpr (std::is_same_v<std::remove_const_t<F>, detail::Nothing>) {
@@ -1901,6 +1958,7 @@ private:
             detail::Carried<F> carried{on_piece};
             status = carried.after(call(given.plain, piece<F>, &carried, &out));
         }
+        status = given.processor.after(status);
         if (status == NVFP4_OK)
             status = detail::copy(out.text, [&](char *buffer, std::size_t capacity, std::size_t *length) {
                 return NVFP4_session_text(get(), buffer, capacity, length);
@@ -1970,9 +2028,9 @@ public:
     Result<std::uint64_t> generate(const Session &session, Span<std::int32_t> tokens, const GenerateOptions &options = {},
                                    const NVFP4_SubmitOptions &submit = SubmitOptions()) const
     {
-        const detail::PlainOptions given(options);
+        detail::PlainOptions given(options);
         return detail::value<std::uint64_t>([&](std::uint64_t *out) {
-            return NVFP4_queue_generate(get(), session.get(), tokens.data(), tokens.size(), &given.plain, &submit, out);
+            return NVFP4_queue_generate(get(), session.get(), tokens.data(), tokens.size(), given.queued(), &submit, out);
         });
     }
     /** Submits a chat turn, with the chat options of the previous one. */
@@ -2028,10 +2086,10 @@ private:
     Result<std::uint64_t> turn(Function function, const Session &session, std::string_view words, const ChatOptions *chat,
                                const GenerateOptions &options, const NVFP4_SubmitOptions &submit) const
     {
-        const detail::PlainOptions given(options);
+        detail::PlainOptions given(options);
         const NVFP4_ChatOptions how = chat != nullptr ? detail::plain(*chat) : NVFP4_ChatOptions();
         return detail::value<std::uint64_t>([&](std::uint64_t *out) {
-            return function(get(), session.get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, &given.plain,
+            return function(get(), session.get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, given.queued(),
                             &submit, out);
         });
     }
@@ -2433,6 +2491,8 @@ class Stream {
         GenerateOptions options;
         Generation generation;
         std::optional<Error> error;
+        /** The exception that a processor threw. */
+        std::exception_ptr thrown;
         std::thread thread;
 
         void fail(NVFP4_Status status) { error.emplace(status, NVFP4_last_error()); }
@@ -2455,6 +2515,7 @@ class Stream {
                 });
             if (status != NVFP4_OK)
                 fail(status);
+            thrown = given.processor.thrown;
             const std::lock_guard<std::mutex> lock(mutex);
             session.reset();
             phase = Phase::done;
@@ -2535,6 +2596,8 @@ public:
         {
             if (!relay_->take()) {
 #ifndef NVFP4_NO_EXCEPTIONS
+                if (relay_->thrown)
+                    std::rethrow_exception(relay_->thrown);
                 if (relay_->failed())
                     throw *relay_->error;
 #endif
@@ -2577,6 +2640,10 @@ public:
             return detail::failure<Generation>(Error(NVFP4_INVALID_HANDLE, "the stream is empty"));
         while (relay_->take()) {
         }
+#ifndef NVFP4_NO_EXCEPTIONS
+        if (relay_->thrown)
+            std::rethrow_exception(relay_->thrown);
+#endif
         if (relay_->error)
             return detail::failure<Generation>(*relay_->error);
         return relay_->generation;
@@ -2683,9 +2750,11 @@ inline Result<std::vector<std::int32_t>> step_sample(Span<Session *> sessions, S
     Tokens next(count, -1);
     if (statuses != nullptr)
         statuses->assign(count, NVFP4_OK);
-    return detail::result(NVFP4_session_step_sample(detail::handles(sessions).data(), tokens.data(), count, each.data(), call,
-                                                    next.data(), statuses != nullptr ? statuses->data() : nullptr),
-                          std::move(next));
+    NVFP4_Status status = NVFP4_session_step_sample(detail::handles(sessions).data(), tokens.data(), count, each.data(), call, next.data(),
+                                                    statuses != nullptr ? statuses->data() : nullptr);
+    for (const auto &one : given)
+        status = one->processor.after(status);
+    return detail::result(status, std::move(next));
 }
 
 /**

@@ -9,6 +9,8 @@ mod grammars;
 mod prefixes;
 #[path = "session/probabilities.rs"]
 mod probabilities;
+#[path = "session/processors.rs"]
+mod processors;
 #[path = "session/saved.rs"]
 mod saved;
 #[path = "session/sliding.rs"]

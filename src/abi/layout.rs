@@ -18,7 +18,8 @@ use super::quantize::NVFP4_QuantizeOptions;
 use super::queue::{NVFP4_QueueEvent, NVFP4_QueueOptions, NVFP4_SubmitOptions};
 use super::schema::{NVFP4_NamedTensor, NVFP4_SchemaResult};
 use super::session::{
-    NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_SessionOptions, NVFP4_TokenEvent,
+    NVFP4_GenerateOptions, NVFP4_GenerationResult, NVFP4_LogitsEvent, NVFP4_SessionOptions,
+    NVFP4_TokenEvent,
 };
 use super::trainer::{NVFP4_MicroBatch, NVFP4_StepReport, NVFP4_TrainerOptions};
 
@@ -55,15 +56,16 @@ layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SessionOptions, 56, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
     system_length: 40, drop: 48);
-layout!(NVFP4_GenerateOptions, 184, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
+layout!(NVFP4_GenerateOptions, 200, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
     ignore_model_stops: 24, replay: 28, log_probabilities: 32, drafts: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
     stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96,
     grammar: 104, tool_calls: 112, top_log_probabilities: 116, presence_penalty: 120, frequency_penalty: 124, logit_bias_tokens: 128,
     logit_biases: 136, logit_bias_count: 144, bad_words: 152, bad_word_lengths: 160, bad_word_count: 168,
-    prompt_lookup: 176);
+    prompt_lookup: 176, logits_processor: 184, logits_user: 192);
 layout!(NVFP4_GrammarOptions, 8, struct_size: 0, kind: 4);
 layout!(NVFP4_TokenEvent, 64, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36,
     top_tokens: 40, top_log_probabilities: 48, top_count: 56);
+layout!(NVFP4_LogitsEvent, 40, struct_size: 0, index: 4, logits: 8, logit_count: 16, tokens: 24, token_count: 32);
 layout!(NVFP4_GenerationResult, 72, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
     first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56, evicted_tokens: 64);
 layout!(NVFP4_QueueOptions, 24, struct_size: 0, running: 4, submissions: 8, events: 16);

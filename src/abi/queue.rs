@@ -156,7 +156,8 @@ pub struct NVFP4_QueueEvent {
     pub log_probability: f32,
     /// At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE.
     pub finish: i32,
-    /// At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK.
+    /// At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as NVFP4_session_generate() does; otherwise
+    /// #NVFP4_OK.
     pub status: NVFP4_Status,
     /// The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities.
     pub top_tokens: *const i32,
@@ -383,8 +384,8 @@ unsafe fn submit(
 /// Returns at once. A generation that fails, or ends before its first token, leaves the session as it was before.
 ///
 /// - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
-/// - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel handle may
-///   be released before. There must be no progress callback.
+/// - `options`: NULL for the defaults. Copied, except a cancel flag and what a `logits_processor` uses, which must stay valid until the
+///   generation's end. A cancel handle may be released before. There must be no progress callback.
 /// - `submit`: NULL for the defaults. Copied.
 /// - `generation`: receives its number, which is not 0 and which the queue does not use again.
 ///

@@ -8,9 +8,14 @@
 //! LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
 //! `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
 //! defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
-//! stand at the end are excluded; the grammar excludes what does not fit. Then come `repetition_penalty`, `temperature`, `top_k`, `top_p` and
-//! `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this. On a GPU each
-//! choice copies its logits to the host if any of the first four is set, and a generation with any of these drafts nothing.
+//! stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies; the host's own
+//! `logits_processor` changes the result as it likes, except that what the grammar excludes stays excluded. Then come `temperature`, `top_k`,
+//! `top_p` and `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this.
+//! Log-probabilities are those of the model's own logits.
+//!
+//! On a GPU each choice copies its logits to the host if biases, penalties by count, bad words, a grammar or a processor are set, and a
+//! generation with any of these drafts nothing. On either device such a choice copies 4 bytes for each token of the vocabulary in host memory,
+//! and with a processor reads them once more to check them.
 
 use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
@@ -35,8 +40,8 @@ use crate::base::memory::copied;
 use crate::base::{Error, ErrorKind, call};
 use crate::engine::Served;
 use crate::session::{
-    self, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments, MOST_DRAFTS,
-    Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted,
+    self, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments, LogitsProcessor,
+    MOST_DRAFTS, Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted,
     TokenProbabilities, ToolCalls,
 };
 use crate::text::{Grammar, Message, ToolCall, messages_to_json};
@@ -91,7 +96,10 @@ impl State {
         let calls = generation.tool_calls.iter().map(ToolCall::to_json);
         self.tool_calls = Value::from_iter(calls).to_string();
         self.result = NVFP4_GenerationResult::of(&generation);
-        Ok(generation.finish)
+        match generation.refusal {
+            None => Ok(generation.finish),
+            Some(refusal) => Err(refusal),
+        }
     }
 
     pub(super) fn messages(&self) -> Result<String> {
@@ -320,6 +328,11 @@ pub struct NVFP4_GenerateOptions {
     /// rounding unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`.
     /// Default: 0, which looks nothing up.
     pub prompt_lookup: usize,
+    /// Changes the logits before each choice; see LOGITS in the chapter on sessions. In a queue it is called on a thread of the library, and
+    /// must stay valid until the generation's end. Default: NULL, none.
+    pub logits_processor: NVFP4_LogitsProcessor,
+    /// `user` of `logits_processor`.
+    pub logits_user: *mut c_void,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
@@ -359,6 +372,8 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             bad_word_lengths: std::ptr::null(),
             bad_word_count: 0,
             prompt_lookup: 0,
+            logits_processor: None,
+            logits_user: std::ptr::null_mut(),
         }
     }
 }
@@ -389,7 +404,7 @@ impl NVFP4_GenerateOptions {
             max_tokens: self.max_tokens,
             sampling: self.sampling()?,
             // SAFETY: as above.
-            adjustments: unsafe { self.adjustments() }?,
+            adjustments: unsafe { self.adjustments(0) }?,
             stop_tokens: tokens_in(stop_tokens).map_err(|e| e.within("stop_tokens"))?,
             stop_strings,
             ignore_model_stops: flag("ignore_model_stops", self.ignore_model_stops)?,
@@ -432,9 +447,11 @@ impl NVFP4_GenerateOptions {
         Ok(())
     }
 
+    /// Adjustments of the session at `index` of a call.
+    ///
     /// # Safety
     /// The arrays must be readable.
-    unsafe fn adjustments(&self) -> Result<LogitAdjustments> {
+    unsafe fn adjustments(&self, index: usize) -> Result<LogitAdjustments> {
         // SAFETY: promised by the caller.
         let (tokens, biases, words, lengths) = unsafe {
             let (count, words) = (self.logit_bias_count, self.bad_word_count);
@@ -458,7 +475,30 @@ impl NVFP4_GenerateOptions {
                     word.map_err(|e| e.within(format_args!("bad_words[{i}]")))
                 })
                 .collect::<Result<_>>()?,
+            processor: self.processor(index),
         })
+    }
+
+    /// The host's processor of the logits of the session at `index` of a call.
+    fn processor(&self, index: usize) -> Option<LogitsProcessor> {
+        type Plain = unsafe extern "C" fn(*mut c_void, *const NVFP4_LogitsEvent) -> i32;
+        type Unwinding = unsafe extern "C-unwind" fn(*mut c_void, *const NVFP4_LogitsEvent) -> i32;
+        // SAFETY: the same calling convention.
+        let callback = unsafe { std::mem::transmute::<Plain, Unwinding>(self.logits_processor?) };
+        let user = User(self.logits_user);
+        Some(LogitsProcessor::new(move |logits, tokens| {
+            let event = NVFP4_LogitsEvent {
+                struct_size: size_of::<NVFP4_LogitsEvent>() as u32,
+                index: i32::try_from(index).unwrap_or(i32::MAX),
+                logits: logits.as_mut_ptr(),
+                logit_count: logits.len(),
+                // An id is below the size of a vocabulary, and so an i32.
+                tokens: tokens.as_ptr().cast(),
+                token_count: tokens.len(),
+            };
+            // SAFETY: the host's callback, called while the generation that it was given to runs.
+            call::outside(|| answer(calling(|| unsafe { callback({ user }.0, &event) })))
+        }))
     }
 
     /// How many most probable tokens are reported with a chosen one, if log-probabilities are.
@@ -621,6 +661,38 @@ pub struct NVFP4_TokenEvent {
 /// keeps that token.
 pub type NVFP4_TokenCallback =
     Option<unsafe extern "C" fn(user: *mut c_void, event: *const NVFP4_TokenEvent) -> i32>;
+
+/// The logits of a choice, for a processor. Later versions may add fields at the end: a field exists if `struct_size` includes it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_LogitsEvent {
+    /// sizeof(NVFP4_LogitsEvent) as the library knows it.
+    pub struct_size: u32,
+    /// The index of the session in a step; 0 for a single session.
+    pub index: i32,
+    /// The logits, which the processor may change: one for each token of the vocabulary, minus infinity for excluded ones. Valid during the
+    /// callback.
+    pub logits: *mut f32,
+    /// Elements of `logits`.
+    pub logit_count: usize,
+    /// The tokens that the generation has so far; none in a step and in NVFP4_session_sample(), whose choices are part of no generation. Valid
+    /// during the callback.
+    pub tokens: *const i32,
+    /// Elements of `tokens`.
+    pub token_count: usize,
+}
+
+/// Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
+/// #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
+///
+/// The library checks the result. NaN, plus infinity, or no finite logit among the tokens that may be chosen fail the call, or the generation
+/// in a queue, with #NVFP4_INVALID_ARGUMENT. A generation keeps the tokens before that, with their text and its result.
+///
+/// It is called on the thread that runs the generation: the caller's, or in a queue one of the library's. Functions that use the session return
+/// #NVFP4_BUSY there, as they do in an #NVFP4_TokenCallback; those that may read it during a call, and NVFP4_session_fork() within a generation,
+/// do not.
+pub type NVFP4_LogitsProcessor =
+    Option<unsafe extern "C" fn(user: *mut c_void, event: *const NVFP4_LogitsEvent) -> i32>;
 
 pub(super) fn part_number(part: Part) -> i32 {
     match part {
@@ -911,7 +983,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_sample(
         options.check_no_grammar("NVFP4_session_sample()")?;
         let sampler = Sampler::new(&options.sampling()?)?;
         // SAFETY: as above.
-        let adjustments = unsafe { options.adjustments() }?;
+        let adjustments = unsafe { options.adjustments(0) }?;
         let top = options.top_log_probabilities()?;
         let sample = |state: &mut State| {
             let mut sampler = sampler.after(state.session.appended());
@@ -1002,7 +1074,8 @@ pub(super) unsafe fn generate(
 }
 
 /// Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation
-/// does not fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has.
+/// does not fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has. One that fails
+/// leaves the session as it was, except where its `logits_processor` has written what no token can be chosen from: then it keeps them too.
 ///
 /// - `options`: NULL for the defaults.
 /// - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
@@ -1425,7 +1498,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step(
 /// sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
 ///
 /// - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
-///   session or for all, takes the argmax. Logits that biases or bad words change, and those whose
+///   session or for all, takes the argmax. Logits that biases, bad words or a processor change, and those whose
 ///   log-probabilities NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
 ///   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
 ///   with the status #NVFP4_CANCELLED; its progress callback is not called.
@@ -1464,7 +1537,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_step_sample(
                     sampling.check()?;
                     Ok(StepArguments {
                         sampling,
-                        adjustments: options.adjustments()?,
+                        adjustments: options.adjustments(i)?,
                         top_log_probabilities: options.top_log_probabilities()?,
                         cancellation: Cancellation::read(options.call)?,
                     })

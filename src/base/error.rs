@@ -71,7 +71,7 @@ kinds! {
 pub(super) struct NotAFile(pub(super) &'static str);
 
 /// An error: its kind and one line of text.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{message}")]
 pub struct Error {
     kind: ErrorKind,

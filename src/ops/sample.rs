@@ -128,7 +128,7 @@ impl TokenMask<'_> {
     }
 
     /// Sets the logits of excluded tokens to minus infinity.
-    fn apply(self, logits: &mut [f32]) {
+    pub fn apply(self, logits: &mut [f32]) {
         for (i, chunk) in logits.chunks_mut(32).enumerate() {
             match self.0.get(i).copied().unwrap_or_default() {
                 0 => chunk.fill(f32::NEG_INFINITY),
@@ -287,8 +287,8 @@ pub fn sample_rows(
         .collect()
 }
 
-/// Applies a repetition penalty to the logits of tokens that have occurred.
-fn penalize(logits: &mut [f32], history: &[u32], penalty: f32, seen: &mut Vec<bool>) {
+/// Applies a repetition penalty to the logits of tokens that have occurred. `seen` is scratch.
+pub fn penalize(logits: &mut [f32], history: &[u32], penalty: f32, seen: &mut Vec<bool>) {
     seen.clear();
     seen.resize(logits.len(), false);
     for &token in history {

@@ -1,10 +1,13 @@
-//! Changes of logits before a choice: biases, penalties by count, and bad words. Logits are in host memory;
+//! Changes of logits before a choice: biases, penalties by count, bad words, and a host's own processor. Logits are in host memory;
 //! grammars and sampling settings apply afterwards.
 
 use std::collections::HashMap;
 
+use super::processor::{LogitsProcessor, check_left};
 use crate::base::error::bail;
-use crate::base::{Result, memory};
+use crate::base::{ErrorKind, Result, memory};
+use crate::model::{SamplingOptions, TokenMask};
+use crate::ops::sample::penalize;
 
 /// Changes of the logits, in the order of the fields. Grammars, the repetition penalty and temperature apply to the result.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -18,12 +21,18 @@ pub struct LogitAdjustments {
     /// Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is
     /// excluded.
     pub bad_words: Vec<Vec<u32>>,
+    /// A host's own change of the result. The repetition penalty then applies before it, and it sees minus infinity for tokens that a grammar
+    /// excludes, which stay excluded.
+    pub processor: Option<LogitsProcessor>,
 }
 
 impl LogitAdjustments {
     /// Whether they change nothing.
     pub fn is_none(&self) -> bool {
-        self.bias.is_empty() && self.bad_words.is_empty() && !self.counts_tokens()
+        self.bias.is_empty()
+            && self.bad_words.is_empty()
+            && !self.counts_tokens()
+            && self.processor.is_none()
     }
 
     /// Whether they depend on the generated tokens.
@@ -124,40 +133,105 @@ fn change(logits: &mut [f32], token: u32, by: f32) {
 #[derive(Debug)]
 pub(super) struct Adjuster<'a> {
     adjustments: &'a LogitAdjustments,
+    /// The repetition penalty, which applies here if a processor follows.
+    repetition_penalty: f32,
     counts: HashMap<u32, u32>,
+    /// Tokens of the generation, for a processor.
+    generated: Vec<u32>,
     logits: Vec<f32>,
+    /// Whether the last choice failed by what a processor wrote.
+    is_refused: bool,
 }
 
 impl<'a> Adjuster<'a> {
-    /// An adjuster before the first token; `None` if it would change nothing.
-    pub(super) fn new(adjustments: &'a LogitAdjustments) -> Option<Self> {
+    /// An adjuster before the first token, for choices by `sampling`; `None` if it would change nothing.
+    pub(super) fn new(
+        adjustments: &'a LogitAdjustments,
+        sampling: &SamplingOptions,
+    ) -> Option<Self> {
         (!adjustments.is_none()).then(|| Adjuster {
             adjustments,
+            repetition_penalty: sampling.repetition_penalty,
             counts: HashMap::new(),
+            generated: Vec::new(),
             logits: Vec::new(),
+            is_refused: false,
         })
     }
 
-    /// Counts a token of the generation.
-    pub(super) fn push(&mut self, token: u32) {
+    /// Records a token of the generation.
+    pub(super) fn push(&mut self, token: u32) -> Result<()> {
         if self.adjustments.counts_tokens() {
             *self.counts.entry(token).or_default() += 1;
         }
+        if self.has_processor() {
+            memory::make_room(&mut self.generated, 1)?;
+            self.generated.push(token);
+        }
+        Ok(())
     }
 
-    /// Adjusts `logits` in place, after `tokens`.
-    pub(super) fn adjust(&self, logits: &mut [f32], tokens: &[u32]) {
+    /// Whether it calls the host.
+    pub(super) fn has_processor(&self) -> bool {
+        self.adjustments.processor.is_some()
+    }
+
+    /// Whether the last choice failed by what a processor wrote.
+    pub(super) fn is_refused(&self) -> bool {
+        self.is_refused
+    }
+
+    /// The tokens among `tokens` that a repetition penalty has yet to find: none if it has been applied here.
+    pub(super) fn unpenalized<'t>(&self, tokens: &'t [u32]) -> &'t [u32] {
+        match self.has_processor() {
+            true => &[],
+            false => tokens,
+        }
+    }
+
+    /// Adjusts `logits`, a copy of the model's `own`, in place for a choice after `tokens` among those that `allowed` allows. Fails if a
+    /// processor ends the generation, or leaves nothing to choose from.
+    pub(super) fn adjust(
+        &self,
+        logits: &mut [f32],
+        own: &[f32],
+        tokens: &[u32],
+        allowed: Option<TokenMask<'_>>,
+    ) -> Result<()> {
         self.adjustments.apply(logits, tokens, &self.counts);
+        let Some(processor) = &self.adjustments.processor else {
+            return Ok(());
+        };
+        let exclude = |logits: &mut [f32]| {
+            if let Some(allowed) = allowed {
+                allowed.apply(logits);
+            }
+        };
+        if self.repetition_penalty != 1.0 {
+            penalize(logits, tokens, self.repetition_penalty, &mut Vec::new());
+        }
+        exclude(logits);
+        processor.process(logits, own, &self.generated, tokens.len())?;
+        exclude(logits);
+        check_left(logits, tokens.len())
     }
 
-    /// The adjusted copy of `logits`, after `tokens`.
-    pub(super) fn adjusted(&mut self, logits: &[f32], tokens: &[u32]) -> Result<&[f32]> {
-        self.logits.clear();
-        memory::make_room(&mut self.logits, logits.len())?;
-        self.logits.extend_from_slice(logits);
-        self.adjustments
-            .apply(&mut self.logits, tokens, &self.counts);
-        Ok(&self.logits)
+    /// The adjusted copy of the model's `own` logits, for a choice after `tokens` among those that `allowed` allows.
+    pub(super) fn adjusted(
+        &mut self,
+        own: &[f32],
+        tokens: &[u32],
+        allowed: Option<TokenMask<'_>>,
+    ) -> Result<&[f32]> {
+        let mut logits = std::mem::take(&mut self.logits);
+        logits.clear();
+        memory::make_room(&mut logits, own.len())?;
+        logits.extend_from_slice(own);
+        let done = self.adjust(&mut logits, own, tokens, allowed);
+        self.logits = logits;
+        let refuses = |kind: ErrorKind| kind == ErrorKind::InvalidArgument;
+        self.is_refused = done.as_ref().is_err_and(|e| refuses(e.kind()));
+        done.map(|()| &*self.logits)
     }
 }
 
@@ -174,24 +248,29 @@ mod tests {
             bias: vec![(0, 1.5), (2, NEVER), (0, 0.5), (5, 1.0)],
             presence_penalty: 0.5,
             frequency_penalty: 0.25,
-            bad_words: Vec::new(),
+            ..LogitAdjustments::default()
         };
-        let mut adjuster = Adjuster::new(&adjustments).unwrap();
+        let mut adjuster = Adjuster::new(&adjustments, &SamplingOptions::GREEDY).unwrap();
         [1, 3, 3, 4, 4, 4]
             .into_iter()
-            .for_each(|token| adjuster.push(token));
+            .for_each(|token| adjuster.push(token).unwrap());
         let logits = [1.0, 1.0, 1.0, -1.0, NEVER, 0.0];
         // Tokens before the generation count for nothing.
-        let adjusted = adjuster.adjusted(&logits, &[5, 5, 1]).unwrap();
+        let adjusted = adjuster.adjusted(&logits, &[5, 5, 1], None).unwrap();
         assert_eq!(adjusted, [3.0, 0.25, NEVER, -2.0, NEVER, 1.0]);
         // A negative penalty makes its tokens more probable.
         let negative = LogitAdjustments {
             frequency_penalty: -2.0,
             ..LogitAdjustments::default()
         };
-        let mut adjuster = Adjuster::new(&negative).unwrap();
-        [1, 1].into_iter().for_each(|token| adjuster.push(token));
-        assert_eq!(adjuster.adjusted(&[0.0, 0.0], &[]).unwrap(), [0.0, 4.0]);
+        let mut adjuster = Adjuster::new(&negative, &SamplingOptions::GREEDY).unwrap();
+        [1, 1]
+            .into_iter()
+            .for_each(|token| adjuster.push(token).unwrap());
+        assert_eq!(
+            adjuster.adjusted(&[0.0, 0.0], &[], None).unwrap(),
+            [0.0, 4.0]
+        );
     }
 
     #[test]
@@ -200,9 +279,9 @@ mod tests {
             bad_words: vec![vec![0], vec![1, 2], vec![1, 1, 3]],
             ..LogitAdjustments::default()
         };
-        let mut adjuster = Adjuster::new(&adjustments).unwrap();
+        let mut adjuster = Adjuster::new(&adjustments, &SamplingOptions::GREEDY).unwrap();
         let mut excluded = |tokens: &[u32]| -> Vec<usize> {
-            let adjusted = adjuster.adjusted(&[0.0; 5], tokens).unwrap();
+            let adjusted = adjuster.adjusted(&[0.0; 5], tokens, None).unwrap();
             (0..5).filter(|&i| adjusted[i] == NEVER).collect()
         };
         assert_eq!(excluded(&[]), [0]);

@@ -89,7 +89,7 @@ pub fn step_choose_with(
         .collect();
     let adjusters: Vec<_> = choices
         .iter()
-        .map(|choice| Adjuster::new(choice.adjustments))
+        .map(|choice| Adjuster::new(choice.adjustments, choice.sampling))
         .collect();
     let needs_logits =
         |i: usize| adjusters[i].is_some() || choices[i].top_log_probabilities.is_some();
@@ -153,7 +153,9 @@ impl OnHost<'_> {
                     let vocabulary = sessions[i].model.spec().vocab_size;
                     let row = rows.start * vocabulary..rows.end * vocabulary;
                     if let Some(adjuster) = &self.adjusters[i] {
-                        adjuster.adjust(&mut adjusted[row.clone()], &sessions[i].tokens);
+                        let (copy, own) = (&mut adjusted[row.clone()], &logits[row.clone()]);
+                        let done = adjuster.adjust(copy, own, &sessions[i].tokens, None);
+                        done.map_err(|e| numbered(i, e))?;
                     }
                     places.push((i, row));
                     next.push((0, None));
@@ -163,11 +165,17 @@ impl OnHost<'_> {
         }
         let choices: Vec<_> = places
             .iter()
-            .map(|&(i, _)| Choice {
-                options: &self.options[i],
-                draw: sessions[i].appended() as u64,
-                history: &sessions[i].tokens,
-                allowed: None,
+            .map(|&(i, _)| {
+                let tokens = &sessions[i].tokens[..];
+                Choice {
+                    options: &self.options[i],
+                    draw: sessions[i].appended() as u64,
+                    history: match &self.adjusters[i] {
+                        Some(adjuster) => adjuster.unpenalized(tokens),
+                        None => tokens,
+                    },
+                    allowed: None,
+                }
             })
             .collect();
         let Some(&(first, _)) = places.first() else {

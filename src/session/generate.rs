@@ -14,7 +14,7 @@ use super::options::{Finish, GenerateOptions};
 use super::probabilities::TokenProbabilities;
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::error::bail;
-use crate::base::{ErrorKind, Result, call, memory};
+use crate::base::{Error, ErrorKind, Result, call, memory};
 use crate::model::{Logits, TokenMask};
 use crate::text::{AnswerStage, ToolCall};
 
@@ -53,6 +53,9 @@ pub struct Generation {
     pub drafts: DraftCounts,
     /// Number of tokens that the full context has evicted for it and its prompt. The session then holds no more than the last of its tokens.
     pub evicted: usize,
+    /// Set if it ended because its logits processor wrote logits from which no token can be chosen; `finish` is then
+    /// [`Finish::Cancelled`].
+    pub refusal: Option<Error>,
 }
 
 impl Generation {
@@ -69,12 +72,16 @@ impl Generation {
             timings: Timings::default(),
             drafts: DraftCounts::default(),
             evicted: 0,
+            refusal: None,
         }
     }
 
-    /// Fails if it was cancelled before its first token, so that what came before it is undone.
+    /// Fails if it was ended from outside before its first token, so that what came before it is undone.
     pub(super) fn begun(self) -> Result<Self> {
         if self.finish.is_from_outside() && self.tokens.is_empty() {
+            if let Some(refusal) = self.refusal {
+                return Err(refusal);
+            }
             bail!(Cancelled, "cancelled before the first token");
         }
         Ok(self)
@@ -101,7 +108,8 @@ const LONG_STEP: usize = 32;
 
 impl Session {
     /// Generates from the current end of the session. If it fails, the session is as it was before. If the thread's [`call`] is cancelled,
-    /// it does not fail: it ends as [`Finish::Cancelled`] with the tokens so far, possibly none.
+    /// it does not fail: it ends as [`Finish::Cancelled`] with the tokens so far, possibly none. A [`refusal`](Generation::refusal) leaves
+    /// the tokens so far too.
     pub fn generate(
         &mut self,
         options: &GenerateOptions,
@@ -187,7 +195,7 @@ impl Session {
         }
         let mut replayed = Vec::new();
         let mut drafts = self.drafts_of(options);
-        let mut adjuster = Adjuster::new(&options.adjustments);
+        let mut adjuster = Adjuster::new(&options.adjustments, &options.sampling);
         let mut broke = false;
         let mut first = None;
         // Tokens that are appended instead of sampled ones: those that end the reasoning early, and those that a grammar forces.
@@ -239,6 +247,11 @@ impl Session {
             };
             let (token, probabilities) = match chosen {
                 Ok(token) if !call::is_over() => token,
+                Err(e) if adjuster.as_ref().is_some_and(Adjuster::is_refused) => {
+                    out.finish = Finish::Cancelled;
+                    out.refusal = Some(e);
+                    break;
+                }
                 Err(e) if e.kind() != ErrorKind::Cancelled => return Err(e),
                 _ => {
                     out.finish = Finish::of_ended_call();
@@ -278,7 +291,7 @@ impl Session {
                 held.push(token)?;
             }
             if let Some(adjuster) = &mut adjuster {
-                adjuster.push(token);
+                adjuster.push(token)?;
             }
             self.push(&[token]);
             out.tokens.push(token);
@@ -364,11 +377,16 @@ impl Session {
                 self.flushed()?
             }
         };
-        let adjusted = match adjuster {
-            Some(adjuster) => adjuster.adjusted(logits, &self.tokens)?,
-            None => logits,
+        let (adjusted, history) = match adjuster {
+            Some(adjuster) => {
+                // The host may fork the session meanwhile.
+                let _standing = adjuster.has_processor().then(|| self.forks.stand(self));
+                let history = adjuster.unpenalized(&self.tokens);
+                (adjuster.adjusted(logits, &self.tokens, mask)?, history)
+            }
+            None => (logits, &self.tokens[..]),
         };
-        let token = sampler.sample_within(adjusted, &self.tokens, mask)?;
+        let token = sampler.sample_within(adjusted, history, mask)?;
         let probabilities = |top| TokenProbabilities::of(logits, token, top);
         Ok((token, options.top_log_probabilities.map(probabilities)))
     }

@@ -19,6 +19,7 @@ mod next;
 mod options;
 mod pace;
 mod probabilities;
+mod processor;
 mod queue;
 mod sampler;
 mod score;
@@ -46,6 +47,7 @@ pub use forks::{Forked, Forks};
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS, ToolCalls};
 pub use probabilities::{MOST_TOP, TokenProbabilities};
+pub use processor::LogitsProcessor;
 pub use queue::{
     Happened, Queue, QueueCounts, QueueEvent, QueueOptions, Submission, Submitted, Work,
 };
@@ -289,10 +291,11 @@ impl Session {
         check_top(top)?;
         self.flush()?;
         let logits = self.flushed()?;
-        let token = match Adjuster::new(adjustments) {
+        let token = match Adjuster::new(adjustments, sampler.options()) {
             None => sampler.sample(logits, &self.tokens)?,
             Some(mut adjuster) => {
-                sampler.sample(adjuster.adjusted(logits, &self.tokens)?, &self.tokens)?
+                let history = adjuster.unpenalized(&self.tokens);
+                sampler.sample(adjuster.adjusted(logits, &self.tokens, None)?, history)?
             }
         };
         let probabilities = |top| (token, TokenProbabilities::of(logits, token, top));

@@ -1089,6 +1089,65 @@ static void adjustments(NVFP4_Model *model)
     OK(NVFP4_session_release(session));
 }
 
+/* In the call numbered `at` a processor writes NaN, infinity, or nothing finite. */
+typedef struct {
+    int calls, at, what;
+} Writer;
+
+static int32_t write_wrong(void *user, const NVFP4_LogitsEvent *event)
+{
+    Writer *writer = user;
+    if (writer->calls++ != writer->at)
+        return 0;
+    for (size_t i = writer->what == 2 ? 0 : event->logit_count - 1; i < event->logit_count; i++)
+        event->logits[i] = writer->what == 0 ? NAN : writer->what == 1 ? INFINITY : -INFINITY;
+    return 0;
+}
+
+/* A generation whose processor writes what no token can be chosen from fails in one line, and keeps what came before. */
+static void processors(NVFP4_Model *model)
+{
+    static const char *says[] = {"written NaN as the logit of token 319 at position ", "written inf", "left no token at position "};
+    NVFP4_Session *session = NULL, *empty = NULL;
+    NVFP4_GenerateOptions how;
+    NVFP4_GenerationResult result = {.struct_size = sizeof result};
+    const NVFP4_GenerateOptions *each = &how;
+    Writer writer = {0, 0, 0};
+    int32_t token = 3;
+    size_t held = 0, now = 0;
+    OK(NVFP4_session_create(model, NULL, &session));
+    OK(NVFP4_session_create(model, NULL, &empty));
+    OK(NVFP4_session_prefill(session, &token, 1, NULL));
+    OK(NVFP4_generate_options_init(&how, sizeof how));
+    how.max_tokens = 4;
+    how.ignore_model_stops = 1;
+    how.logits_processor = write_wrong;
+    how.logits_user = &writer;
+    for (int i = 0; i < 3; i++) {
+        writer = (Writer){0, 2, i};
+        BAD(NVFP4_INVALID_ARGUMENT, NVFP4_session_generate, session, &how, NULL, NULL, &result);
+        SAYS(says[i]);
+        OK(NVFP4_session_result(session, &result));
+        OK(NVFP4_session_length(session, &held));
+        CHECK(result.finish == NVFP4_FINISH_CANCELLED && result.generated_tokens == 2 && held == 1 + 2 * ((size_t)i + 1));
+        writer = (Writer){0, 0, i};
+        BAD(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat, empty, "a", 1, NULL, &how, NULL, NULL, NULL);
+        SAYS(says[i]);
+        OK(NVFP4_session_length(empty, &now));
+        CHECK(now == 0);
+        writer = (Writer){0, 0, i};
+        BAD(NVFP4_INVALID_ARGUMENT, NVFP4_session_sample, session, &how, &token);
+        SAYS(says[i]);
+        writer = (Writer){0, 0, i};
+        BAD(NVFP4_INVALID_ARGUMENT, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
+        SAYS("session 0: the logits processor");
+        OK(NVFP4_session_length(session, &now));
+        CHECK(now == held);
+    }
+    OK(NVFP4_session_release(empty));
+    OK(NVFP4_session_release(session));
+}
+
 /* Everything that is wrong with a batch is found before a step changes anything. */
 static void batches(NVFP4_Trainer *trainer)
 {
@@ -1442,6 +1501,7 @@ int main(int argc, char **argv)
     detokenizers(model);
     grammars(model);
     adjustments(model);
+    processors(model);
     data(argv[2]);
     training(argv[2]);
     optimizers(t, codes);

@@ -944,6 +944,102 @@ static void forks_and_files(const char *scratch)
     OK(NVFP4_session_release(restored));
 }
 
+/* A processor of logits that lets token `token` alone stay, after looking at what it gets. */
+typedef struct {
+    NVFP4_Session *session;
+    int32_t token, index;
+    size_t calls, ends;
+    float written;
+} Processor;
+
+static int32_t process(void *user, const NVFP4_LogitsEvent *event)
+{
+    Processor *own = user;
+    NVFP4_Session *fork = NULL;
+    CHECK(event->struct_size == sizeof *event && event->logit_count == vocabulary && event->index == own->index);
+    CHECK(event->token_count == 0 || event->tokens[event->token_count - 1] == own->token);
+    if (own->session != NULL) {
+        /* The session is in use, except that it can be forked and measured. */
+        int32_t token = 0;
+        CHECK(event->token_count == own->calls && length_of(own->session) == PROMPT);
+        FAILS(NVFP4_BUSY, NVFP4_session_sample(own->session, NULL, &token));
+        FAILS(NVFP4_BUSY, NVFP4_session_decode(own->session, 1, NULL));
+        OK(NVFP4_session_fork(own->session, &fork));
+        CHECK(length_of(fork) == PROMPT + own->calls);
+        OK(NVFP4_session_sample(fork, NULL, &token));
+        OK(NVFP4_session_release(fork));
+    }
+    for (size_t i = 0; i < event->logit_count; i++)
+        event->logits[i] = (int32_t)i == own->token ? own->written : -INFINITY;
+    return ++own->calls == own->ends;
+}
+
+static void processors(void)
+{
+    NVFP4_Session *session = create(NULL), *second = create(NULL), *both[2] = {session, second};
+    NVFP4_GenerateOptions options = generate_options(5), other = options;
+    const NVFP4_GenerateOptions *each[2] = {&options, &other};
+    NVFP4_GenerationResult result = {.struct_size = sizeof result};
+    Processor own = {.session = session, .token = 77}, two = {.token = 9, .index = 1};
+    int32_t tokens[MOST], next[2] = {1, 2};
+    options.logits_processor = other.logits_processor = process;
+    options.logits_user = &own;
+    other.logits_user = &two;
+    OK(NVFP4_session_prefill(session, prompt, PROMPT, NULL));
+    OK(NVFP4_session_prefill(second, prompt, PROMPT, NULL));
+    OK(NVFP4_session_generate(session, &options, NULL, NULL, &result));
+    CHECK(own.calls == 5 && result.finish == NVFP4_FINISH_LENGTH && tokens_of(session, tokens) == PROMPT + 5);
+    for (int i = PROMPT; i < PROMPT + 5; i++)
+        CHECK(tokens[i] == 77);
+
+    /* Each session of a step has its own; so has a single choice. */
+    own.session = NULL;
+    own.calls = 0;
+    OK(NVFP4_session_step_sample(both, next, 2, each, NULL, next, NULL));
+    CHECK(next[0] == 77 && next[1] == 9 && own.calls == 1 && two.calls == 1);
+    OK(NVFP4_session_sample(session, &options, next));
+    CHECK(next[0] == 77 && own.calls == 2);
+
+    /* A generation that it ends keeps its tokens; a step or a choice that it ends changes nothing. */
+    own.calls = 0;
+    own.ends = 3;
+    OK(NVFP4_session_generate(session, &options, NULL, NULL, &result));
+    CHECK(result.finish == NVFP4_FINISH_CANCELLED && result.generated_tokens == 2 && length_of(session) == PROMPT + 8);
+    own.calls = 2;
+    FAILS(NVFP4_CANCELLED, NVFP4_session_step_sample(both, next, 2, each, NULL, next, NULL));
+    SAYS("session 0: the logits processor has ended");
+    own.calls = 2;
+    FAILS(NVFP4_CANCELLED, NVFP4_session_sample(session, &options, next));
+    CHECK(length_of(session) == PROMPT + 8);
+
+    /* In a queue it runs on another thread. */
+    NVFP4_Queue *queue = NULL;
+    NVFP4_QueueEvent event;
+    uint64_t number = 0;
+    size_t count = 0;
+    int32_t status = -1, finish = -1, said = 0;
+    OK(NVFP4_queue_create(model, NULL, &queue));
+    for (int round = 0; round < 2; round++) {
+        own.ends = own.calls = 0;
+        own.written = round == 0 ? 0 : NAN;
+        OK(NVFP4_queue_generate(queue, session, prompt, 2, &options, NULL, &number));
+        do {
+            OK(NVFP4_queue_wait(queue, &event, sizeof event, 1, 60000, &count));
+            if (count == 1 && event.kind == NVFP4_EVENT_END) {
+                status = event.status;
+                finish = event.finish;
+                said = event.text_length > 20 && strncmp(event.text, "the logits processor", 20) == 0;
+            }
+        } while (count == 1 && event.kind != NVFP4_EVENT_END);
+        CHECK(status == (round == 0 ? NVFP4_OK : NVFP4_INVALID_ARGUMENT) && said == round);
+        CHECK(finish == (round == 0 ? NVFP4_FINISH_LENGTH : NVFP4_FINISH_NONE) && own.calls == (round == 0 ? 5 : 1));
+        CHECK(length_of(session) == PROMPT + 15);
+    }
+    OK(NVFP4_queue_release(queue));
+    OK(NVFP4_session_release(session));
+    OK(NVFP4_session_release(second));
+}
+
 static void batches(const char *path)
 {
     enum { COUNT = 3 };
@@ -1306,6 +1402,7 @@ int main(int argc, char **argv)
     paths(argv[1], argv[2]);
     forks_and_files(argv[2]);
     batches(argv[1]);
+    processors();
 
     statuses();
     detokenizers();

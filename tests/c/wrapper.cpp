@@ -661,6 +661,63 @@ void streams(const std::string &path)
         CHECK(asked.tokens().size() == 9);
     }
 
+    /* A processor of the program decides on tokens, and what it throws leaves the call. */
+    {
+        nvfp4::GenerateOptions processed = options;
+        std::size_t calls = 0;
+        processed.max_tokens = 3;
+        processed.processor = [&](const nvfp4::Logits &logits) {
+            CHECK(logits.size == 320 && logits.tokens.size() == calls % 3 && logits.index == 0);
+            calls++;
+            for (float &logit : logits)
+                logit = -INFINITY;
+            logits[41 + logits.tokens.size()] = 1;
+            return true;
+        };
+        nvfp4::Session asked(model), *one = &asked;
+        asked.prefill({3, 4});
+        asked.generate(processed);
+        CHECK(calls == 3 && asked.tokens() == (std::vector<std::int32_t>{3, 4, 41, 42, 43}));
+        CHECK(asked.sample(processed) == 41);
+        calls = 0;
+        CHECK(nvfp4::step_sample({one}, {7}, {processed}) == std::vector<std::int32_t>{41});
+        calls = 0;
+        nvfp4::Queue queue(model);
+        queue.generate(asked, {8}, processed);
+        for (bool ended = false; !ended;)
+            for (const nvfp4::QueueEvent &event : queue.wait())
+                ended = event.is_end();
+        CHECK(calls == 3 && asked.tokens().back() == 43);
+        processed.processor = [](const nvfp4::Logits &logits) -> bool {
+            if (logits.tokens.size() == 1)
+                throw Own{logits.tokens.data()[0]};
+            return true;
+        };
+        int thrown = 0;
+        const std::size_t before = asked.length();
+        try {
+            asked.generate(processed);
+        } catch (const Own &own) {
+            thrown += own.number == asked.tokens().back() && asked.length() == before + 1;
+        }
+        try {
+            for (const nvfp4::Piece &piece : asked.stream(processed))
+                CHECK(piece.token >= 0);
+        } catch (const Own &own) {
+            thrown += own.number == asked.tokens().back();
+        }
+        CHECK(thrown == 2);
+        processed.processor = [](const nvfp4::Logits &) -> bool { throw Own{5}; };
+        CHECK(status_of([&] { queue.generate(asked, {8}, processed); }) == NVFP4_OK && queue.wait()[0].finish == NVFP4_FINISH_CANCELLED);
+        for (int i = 0; i < 2; i++)
+            try {
+                i == 0 ? asked.sample(processed) : nvfp4::step_sample({one}, {7}, {processed})[0];
+            } catch (const Own &own) {
+                thrown += own.number;
+            }
+        CHECK(thrown == 12 && asked.length() == before + 2);
+    }
+
     std::string text;
     nvfp4::Stream stream = session.ask("Hi", options);
     for (const nvfp4::Piece &piece : stream)

@@ -52,6 +52,7 @@ static partial class Tests
             Run("detokenizers", Detokenizers);
             Run("grammars", Grammars);
             Run("adjustments", Adjustments);
+            Run("processors of logits", Processors);
             Run("exceptions from handlers", HandlersThrow);
             Run("typed exceptions", TypedExceptions);
             Run("conversations", Conversations);
@@ -806,6 +807,61 @@ static partial class Tests
             Throws<Nvfp4ArgumentException>(() => session.Sample(options), "logit bias");
             Throws<Nvfp4ArgumentException>(() => session.Generate(new GenerateOptions { BadWords = new[] { new int[0] } }), "bad word 0 is empty");
             Throws<Nvfp4ArgumentException>(() => session.Generate(new GenerateOptions { LogitBias = new Dictionary<int, float> { { 5000, 1 } } }), "token 5000");
+        }
+    }
+
+    /// A program's own processor decides on tokens, and what it throws leaves the call.
+    static void Processors()
+    {
+        Logits kept = null;
+        int calls = 0;
+        GenerateOptions options = Tokens(3);
+        options.LogitsProcessor = logits =>
+        {
+            kept = logits;
+            calls++;
+            float[] values = logits.ToArray();
+            int[] tokens = logits.Tokens;
+            Check(logits.Count == 320 && values.Length == 320 && values[5] == logits[5], "logits");
+            Check(tokens.Length == 0 || tokens[tokens.Length - 1] == 69 + tokens.Length, "tokens");
+            values[70 + tokens.Length] = 1e6f;
+            logits.Set(values);
+            logits[71 + tokens.Length] = float.NegativeInfinity;
+            Throws<ArgumentOutOfRangeException>(() => logits[320] = 1, "320");
+            Throws<ArgumentException>(() => logits.Set(new float[3]), "3 logits");
+            return true;
+        };
+        using (var session = new Session(model))
+        using (var queue = new Queue(model))
+        {
+            session.Prefill(new[] { 3, 4 });
+            session.Generate(options);
+            Same("3 4 70 71 72", string.Join(" ", session.Tokens));
+            Throws<ObjectDisposedException>(() => kept[0] = 1, "valid until");
+            Throws<ObjectDisposedException>(() => kept.ToArray(), "valid until");
+            Same(70, session.Sample(options));
+            Same(70, Session.StepSample(new[] { session }, new[] { 7 }, new[] { options })[0]);
+            queue.GenerateAsync(session, new[] { 8 }, options).Wait();
+            Same("7 8 70 71 72", string.Join(" ", session.Tokens.Skip(5)));
+            Same(8, calls);
+            options.LogitsProcessor = logits => logits.Tokens.Length < 2;
+            Same(FinishReason.Cancelled, session.Generate(options).Finish);
+            Same(12L, session.Length);
+            options.LogitsProcessor = logits => throw new Special();
+            Throws<Special>(() => session.Generate(options), "");
+            Throws<Special>(() => session.Sample(options), "");
+            Throws<Special>(() => Session.StepSample(new[] { session }, new[] { 7 }, new[] { options }), "");
+            Throws<Special>(() => queue.GenerateAsync(session, new[] { 8 }, options).GetAwaiter().GetResult(), "");
+            Throws<Special>(() => session.Stream(options).ToList(), "");
+            options.LogitsProcessor = logits =>
+            {
+                if (logits.Tokens.Length == 1)
+                    logits[9] = float.NaN;
+                return true;
+            };
+            Same(12L, session.Length);
+            Throws<Nvfp4ArgumentException>(() => session.Generate(options), "has written NaN as the logit of token 9");
+            Same(13L, session.Length);
         }
     }
 

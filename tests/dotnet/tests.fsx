@@ -79,6 +79,15 @@ test "pipes of models and conversations" (fun () ->
         true
     chat.Chat("", TokenHandler note, adjusted |> Generate.frequencyPenalty 0.5f) |> ignore
     same [ for _ in 1..3 do yield! [ lead; bytes.[1] ] ] (List.ofSeq tokens)
+    // Processed logits: no token but the two of a character.
+    let only (logits: Logits) =
+        let wanted = bytes.[logits.Tokens.Length % 2]
+        for token in 0 .. logits.Count - 1 do
+            if token <> wanted then logits.[token] <- -infinityf
+        true
+    tokens.Clear()
+    chat.Chat("", TokenHandler note, few |> Generate.logitsProcessor only) |> ignore
+    same [ for _ in 1..3 do yield! [ bytes.[0]; bytes.[1] ] ] (List.ofSeq tokens)
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""

@@ -217,7 +217,7 @@ class Types(unittest.TestCase):
     # Options beside the fields of a struct.
     MORE = {"GenerateOptions": {"stop", "logit_bias"}, "ChatOptions": {"think"}}
     # Fields that are no option by themselves, or are one by another name, or have a parameter of their own.
-    OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system", "container", "calibrate", "user"}
+    OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system", "container", "calibrate", "user", "logits_user"}
 
     def test_float_dtypes(self):
         self.assertLessEqual(set(nvfp4.types.FloatDtype.__args__), set(native.CHOICES["dtype"]))
@@ -1340,6 +1340,10 @@ class Models(unittest.TestCase):
         self.assertEqual((done.returncode, done.stdout, done.stderr), (0, "漢\n", ""))
 
 
+async def whole(stream):
+    return await stream
+
+
 class Conversations(unittest.TestCase):
     """With a model that thinks, calls tools and answers."""
 
@@ -1526,6 +1530,62 @@ class Conversations(unittest.TestCase):
         made = fork.tokens[-20:]
         self.assertNotEqual(made, came)
         self.assertNotIn(tuple(came[2:4]), list(zip(made, made[1:])))
+
+    def test_logits_processors(self):
+        seen = []
+
+        def process(logits, tokens, index):
+            self.assertEqual((logits.format, len(logits), tokens.format, tokens.readonly), ("f", self.model.vocab_size, "i", True))
+            seen.append((tokens.tolist(), index))
+            logits[70 + len(tokens)] = 1e6
+
+        session, how = self.model.session(), {"logits_processor": process, "max_tokens": 3, "ignore_model_stops": True}
+        session.prefill([3, 4])
+        session.generate(**how)
+        self.assertEqual((session.tokens[2:], seen), ([70, 71, 72], [([], 0), ([70], 0), ([70, 71], 0)]))
+        self.assertEqual(session.sample(logits_processor=process), 70)
+        fork = session.fork()
+        self.assertEqual(nvfp4.step_sample([session, fork], [1, 2], logits_processor=process), [70, 70])
+        self.assertEqual(seen[-2:], [([], 0), ([], 1)])
+
+        async def answers():
+            return [await one.stream(**how) for one in (session, fork)]
+
+        asyncio.run(answers())
+        self.assertEqual((session.tokens[-3:], fork.tokens[-3:]), ([70, 71, 72], [70, 71, 72]))
+        self.assertEqual(len(seen), 12)
+        self.assertRaises(TypeError, session.generate, logits_processor=7)
+
+    def test_logits_processors_end_generations(self):
+        session = self.model.session()
+        session.prefill([3, 4])
+
+        def after(count, does):
+            return {"logits_processor": lambda logits, tokens, _: does(logits) if len(tokens) == count else None, "ignore_model_stops": True}
+
+        def raises(_):
+            raise Stop("at once")
+
+        class Stop(Exception):
+            pass
+
+        kept = []
+        self.assertEqual(session.generate(**after(2, lambda _: False)).finish, "cancelled")
+        self.assertEqual(len(session), 4)
+        for options, error, message in ((after(1, raises), Stop, "at once"),
+                                        (after(1, lambda logits: kept.append(logits[3:5])), RuntimeError, "kept a view of its logits"),
+                                        (after(1, lambda logits: logits.__setitem__(5, math.nan)), nvfp4.InvalidArgument, "written NaN")):
+            before = len(session)
+            self.assertRaisesRegex(error, message, session.generate, **options)
+            self.assertEqual(len(session), before + 1)
+            options["logits_processor"] = lambda *a, inner=options["logits_processor"]: inner(a[0], [0], 0)
+            self.assertRaisesRegex(error, message, session.sample, **options)
+            self.assertRaisesRegex(error, message, nvfp4.step_sample, [session], [5], **options)
+            self.assertRaisesRegex(error, message, asyncio.run, whole(session.stream(**options)))
+            self.assertRaisesRegex(error, message, list, session.stream(**options))
+            self.assertEqual(len(session), before + 1)
+        session.generate(max_tokens=2, **after(1, kept.append))
+        self.assertRaises(ValueError, lambda: kept[-1][0])  # Released.
 
     def test_tool_calls_are_held(self):
         # Whatever is drawn, a call of this form comes to its end.

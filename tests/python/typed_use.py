@@ -48,6 +48,11 @@ def tensors() -> None:
     tensor.shape = (1,)  # type: ignore[misc]
 
 
+def once(logits: "memoryview[float]", tokens: "memoryview[int]", index: int) -> None:
+    for token in tokens:
+        logits[token] = -1.5 - index
+
+
 def sessions() -> None:
     model = nvfp4.Model(pathlib.Path("model"), quantize={"recipe": "amax"}, device="cuda:1", activations="int8")
     session = model.session(context=100, kv_type="float32", eviction="drop_oldest", system="Be brief.")
@@ -75,6 +80,8 @@ def sessions() -> None:
     assert_type(session.score([[1, 2], (3,)])[0].total, float)
     assert_type(model.log_probabilities("a", after=[1]), List[float])
     assert_type(session.top_log_probabilities, List[Tuple[int, float]])
+    session.generate(logits_processor=once)
+    session.generate(logits_processor=3)  # type: ignore[arg-type]
     session.generate(bad_words=["a"])  # type: ignore[list-item]
     session.generate(grammar="a")  # type: ignore[arg-type]
     nvfp4.Grammar(model, "a", "glob")  # type: ignore[arg-type]

@@ -55,6 +55,19 @@ asyncio_example() {
         answers "Because. Because. " python3 "$work/event-loop.py"
 }
 
+# The C and Python programs of the page with a processor of logits say the same, and not what the model would say alone.
+processors() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    local language
+    for language in c python; do
+        awk -v fence="\`\`\`$language" '$0 == fence { on = 1; text = ""; next }
+            /^```/ { if (on && text ~ /logits/) printf "%s", text; on = 0 } on { text = text $0 "\n" }' docs/hosts.md >"$work/once.$language" || return 1
+    done
+    gcc -std=c99 -pedantic-errors -Wall -Werror -Iinclude -xc "$work/once.c" -o "$work/once" -L"$build" -lNVFP4 -Wl,-rpath,"$build" &&
+        answers "" true && (cd "$work/reciting" && "$work/once" >once.c && python3 "$work/once.python" >once.python && [ -s once.c ] &&
+        cmp once.c once.python && ! grep -q '^Because' once.c)
+}
+
 # Every variable that the library reads, and no other of its own.
 environment() {
     diff --label docs/environment.md --label src/base/env.rs -u \
@@ -157,6 +170,7 @@ check "the C++ program compiles and answers" cpp_example
 check "the C++ program with coroutines answers" coroutine_example
 check "the Python program answers" python_example
 check "the asyncio program answers" asyncio_example
+check "the programs with a processor of logits" processors
 check "the environment variables" environment
 check "the links" links
 check "every block of code" every_block

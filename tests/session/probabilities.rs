@@ -34,6 +34,7 @@ fn adjustments(model: &Served, seed: u32) -> LogitAdjustments {
             .map(|i| vec![i, (i * 31 + seed) % vocabulary])
             .chain([vec![token(3)], vec![token(1), token(2), token(4)]])
             .collect(),
+        processor: None,
     }
 }
 

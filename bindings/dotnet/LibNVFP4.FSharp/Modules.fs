@@ -176,6 +176,9 @@ module Generate =
     /// Drafts up to so many tokens a step, where the last tokens have occurred before: those that followed there.
     let promptLookup value = changed (fun o -> o.PromptLookup <- value)
 
+    /// The program's own change of the logits before each choice. It returns false to end the generation.
+    let logitsProcessor (processor: Logits -> bool) = changed (fun o -> o.LogitsProcessor <- LogitsHandler processor)
+
     /// Fixes the draws.
     let seed (value: uint64) = changed (fun o -> o.Seed <- Nullable value)
 

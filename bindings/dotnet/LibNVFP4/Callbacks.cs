@@ -3,6 +3,7 @@
 // native frames.
 
 using System;
+using System.Collections.Generic;
 using System.Runtime.ExceptionServices;
 using System.Runtime.InteropServices;
 using System.Threading;
@@ -166,6 +167,75 @@ namespace LibNVFP4
         {
             var call = (TokenCall)GCHandle.FromIntPtr(user).Target;
             return call.Stops(() => call.Give(piece));
+        }
+    }
+
+    /// Calls a handler of logits until it is disposed of. Native code has its number: a call that comes later finds nothing, and ends the
+    /// generation.
+    internal sealed unsafe class LogitsCall : IDisposable
+    {
+        internal static readonly IntPtr Address;
+
+        static readonly LogitsProcessor Callback = OnLogits;
+        static readonly Dictionary<long, LogitsCall> Calls = new Dictionary<long, LogitsCall>();
+        static long last;
+
+        readonly LogitsHandler handler;
+        readonly long number;
+        ExceptionDispatchInfo thrown;
+
+        static LogitsCall()
+        {
+            Address = Marshal.GetFunctionPointerForDelegate(Callback);
+        }
+
+        internal LogitsCall(LogitsHandler handler)
+        {
+            this.handler = handler;
+            lock (Calls)
+                Calls.Add(number = ++last, this);
+        }
+
+        internal IntPtr User => new IntPtr(number);
+
+        /// Throws the exception of the handler, if there is one.
+        internal void Throw() => thrown?.Throw();
+
+        /// The exception of the handler, or null.
+        internal Exception Thrown => thrown?.SourceException;
+
+        public void Dispose()
+        {
+            lock (Calls)
+                Calls.Remove(number);
+        }
+
+        int Process(NativeLogitsEvent* raw)
+        {
+            var logits = new Logits(raw);
+            try
+            {
+                return handler(logits) ? 0 : 1;
+            }
+            catch (Exception e)
+            {
+                thrown = ExceptionDispatchInfo.Capture(e);
+                return 1;
+            }
+            finally
+            {
+                logits.End();
+            }
+        }
+
+        [MonoPInvokeCallback(typeof(LogitsProcessor))]
+        static int OnLogits(IntPtr user, NativeLogitsEvent* raw)
+        {
+            LogitsCall call;
+            lock (Calls)
+                if (!Calls.TryGetValue(user.ToInt64(), out call))
+                    return 1;
+            return call.Process(raw);
         }
     }
 }

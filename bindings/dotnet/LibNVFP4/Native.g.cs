@@ -28,6 +28,18 @@ namespace LibNVFP4
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
     internal delegate void Deleter(IntPtr data, IntPtr user);
 
+    // Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
+    // #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
+    //
+    // The library checks the result. NaN, plus infinity, or no finite logit among the tokens that may be chosen fail the call, or the
+    // generation in a queue, with #NVFP4_INVALID_ARGUMENT. A generation keeps the tokens before that, with their text and its result.
+    //
+    // It is called on the thread that runs the generation: the caller's, or in a queue one of the library's. Functions that use the session
+    // return #NVFP4_BUSY there, as they do in an #NVFP4_TokenCallback; those that may read it during a call, and NVFP4_session_fork()
+    // within a generation, do not.
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal unsafe delegate int LogitsProcessor(IntPtr user, NativeLogitsEvent* @event);
+
     // Receives each token when it is generated, and the text. Returns 0 to go on, anything else to end the generation, which keeps that
     // token.
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
@@ -407,6 +419,26 @@ namespace LibNVFP4
         internal UIntPtr Drop;
     }
 
+    // The logits of a choice, for a processor. Later versions may add fields at the end: a field exists if `struct_size` includes it.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeLogitsEvent
+    {
+        // sizeof(NVFP4_LogitsEvent) as the library knows it.
+        internal uint StructSize;
+        // The index of the session in a step; 0 for a single session.
+        internal int Index;
+        // The logits, which the processor may change: one for each token of the vocabulary, minus infinity for excluded ones. Valid during
+        // the callback.
+        internal float* Logits;
+        // Elements of `logits`.
+        internal UIntPtr LogitCount;
+        // The tokens that the generation has so far; none in a step and in NVFP4_session_sample(), whose choices are part of no generation.
+        // Valid during the callback.
+        internal int* Tokens;
+        // Elements of `tokens`.
+        internal UIntPtr TokenCount;
+    }
+
     // How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by NVFP4_model_generate_options(),
     // then change what is to differ. Arrays and texts are read during the call only.
     [StructLayout(LayoutKind.Sequential)]
@@ -485,6 +517,11 @@ namespace LibNVFP4
         // rounding unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`.
         // Default: 0, which looks nothing up.
         internal UIntPtr PromptLookup;
+        // Changes the logits before each choice; see LOGITS in the chapter on sessions. In a queue it is called on a thread of the library,
+        // and must stay valid until the generation's end. Default: NULL, none.
+        internal IntPtr LogitsProcessor;
+        // `user` of `logits_processor`.
+        internal IntPtr LogitsUser;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.
@@ -622,7 +659,8 @@ namespace LibNVFP4
         internal float LogProbability;
         // At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE.
         internal int Finish;
-        // At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK.
+        // At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as NVFP4_session_generate() does;
+        // otherwise #NVFP4_OK.
         internal int Status;
         // The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities.
         internal int* TopTokens;
@@ -1645,7 +1683,9 @@ namespace LibNVFP4
         internal static extern int NVFP4_model_generate_options(ModelHandle model, NativeGenerateOptions* options, uint structSize);
 
         // Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation does not
-        // fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has.
+        // fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has. One that fails
+        // leaves the session as it was, except where its `logits_processor` has written what no token can be chosen from: then it keeps
+        // them too.
         //
         // - `options`: NULL for the defaults.
         // - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
@@ -1775,7 +1815,7 @@ namespace LibNVFP4
         // already begun the next step when it is called.
         //
         // - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one session or
-        //   for all, takes the argmax. Logits that biases or bad words change, and those whose log-probabilities
+        //   for all, takes the argmax. Logits that biases, bad words or a processor change, and those whose log-probabilities
         //   NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its
         //   seed and on the number of tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that
         //   session is left out with the status #NVFP4_CANCELLED; its progress callback is not called.
@@ -1885,8 +1925,8 @@ namespace LibNVFP4
         // was before.
         //
         // - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
-        // - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel
-        //   handle may be released before. There must be no progress callback.
+        // - `options`: NULL for the defaults. Copied, except a cancel flag and what a `logits_processor` uses, which must stay valid until
+        //   the generation's end. A cancel handle may be released before. There must be no progress callback.
         // - `submit`: NULL for the defaults. Copied.
         // - `generation`: receives its number, which is not 0 and which the queue does not use again.
         //

@@ -331,6 +331,14 @@ namespace LibNVFP4
         /// <summary>Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is excluded. Default: null, none.</summary>
         public IEnumerable<IEnumerable<int>> BadWords { get; set; }
 
+        /// <summary>
+        /// The program's own change of the logits before each choice: after penalties, biases and bad words, and before temperature and filters.
+        /// Tokens that a grammar excludes are negative infinity, and stay excluded. It runs on the thread that generates: the caller's, or in a
+        /// <see cref="Queue"/> one of the library's. What it throws ends the generation and is thrown from its call. NaN, positive infinity, or no finite
+        /// logit left are an <see cref="Nvfp4ArgumentException"/>; the session then keeps the tokens before that. Default: null, none.
+        /// </summary>
+        public LogitsHandler LogitsProcessor { get; set; }
+
         /// <summary>Whether to treat the model's own stop tokens like any other token. Default: no.</summary>
         public bool IgnoreModelStops { get => Raw.IgnoreModelStops != 0; set => Raw.IgnoreModelStops = Interop.Flag(value); }
 

@@ -85,6 +85,7 @@ namespace LibNVFP4
 
         readonly GrammarHandle grammar;
         bool holdsGrammar;
+        LogitsCall logits;
 
         internal PinnedOptions(GenerateOptions options)
         {
@@ -128,6 +129,12 @@ namespace LibNVFP4
                     Raw.LogitBiases = (float*)Pin(biases.ToArray());
                     Raw.LogitBiasCount = Interop.Size(tokens.Count);
                 }
+                if (options.LogitsProcessor != null)
+                {
+                    logits = new LogitsCall(options.LogitsProcessor);
+                    Raw.LogitsProcessor = LogitsCall.Address;
+                    Raw.LogitsUser = logits.User;
+                }
                 if (options.BadWords != null)
                 {
                     var words = new List<IntPtr>();
@@ -150,9 +157,21 @@ namespace LibNVFP4
             }
         }
 
+        /// After the call: throws what its processor of logits threw.
+        internal void Throw() => logits?.Throw();
+
+        /// Gives the processor of logits to a caller that disposes of it, for a generation that goes on; null without one.
+        internal LogitsCall TakeLogits()
+        {
+            LogitsCall taken = logits;
+            logits = null;
+            return taken;
+        }
+
         public override void Dispose()
         {
             base.Dispose();
+            logits?.Dispose();
             if (holdsGrammar)
                 grammar.DangerousRelease();
             holdsGrammar = false;

@@ -226,6 +226,8 @@ namespace LibNVFP4
             try
             {
                 using (var pinned = new PinnedOptions(options))
+                {
+                    reply.Logits = pinned.TakeLogits();
                     dispatcher.Submit(reply, number => reply.Submit(() =>
                     {
                         NativeGenerateOptions generate = pinned.Raw;
@@ -235,6 +237,7 @@ namespace LibNVFP4
                         ulong generation;
                         return submission(dispatcher.Handle, session.Handle, &generate, &how, &generation);
                     }));
+                }
             }
             catch (Exception e)
             {

@@ -47,6 +47,9 @@ namespace LibNVFP4
         /// Ends the generation.
         internal Call Call { get; }
 
+        /// The program's processor of logits, or null.
+        internal LogitsCall Logits { get; set; }
+
         /// The last piece that NextAsync has taken.
         internal TokenEvent Piece { get; private set; }
 
@@ -165,7 +168,7 @@ namespace LibNVFP4
                 {
                     fault = new ObjectDisposedException(session.GetType().Name);
                 }
-            Close(finish == FinishReason.Cancelled ? WhyCancelled() ?? fault : fault);
+            Close(Logits?.Thrown ?? (finish == FinishReason.Cancelled ? WhyCancelled() ?? fault : fault));
         }
 
         /// Ends without the generation's end: it was not submitted, or its events are not taken any more.
@@ -199,6 +202,7 @@ namespace LibNVFP4
             }
             registration.Dispose();
             Call.Dispose();
+            Logits?.Dispose();
             waiting?.TrySetResult(true);
             ended.TrySetResult(true);
         }

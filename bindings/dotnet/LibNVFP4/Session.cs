@@ -334,6 +334,7 @@ namespace LibNVFP4
                 do
                     status = Native.NVFP4_session_sample(Handle, &raw, &token);
                 while (retry.After(status));
+                pinned.Throw();
                 call.Finish(status);
             }
             return token;
@@ -533,7 +534,15 @@ namespace LibNVFP4
                     raw[i] = pinned[i].Raw;
                     next[i] = -1;
                 }
-                StepSample(sessions, tokens, raw, next, statuses, cancellation);
+                try
+                {
+                    StepSample(sessions, tokens, raw, next, statuses, cancellation);
+                }
+                finally
+                {
+                    foreach (PinnedOptions one in pinned)
+                        one.Throw();
+                }
             }
             finally
             {
@@ -679,6 +688,7 @@ namespace LibNVFP4
                     Handle.Press();
                     LastGeneration = new Generation(result);
                 }
+                pinned.Throw();
                 call.Finish(status, status == (int)Status.Ok && result.Finish == (int)FinishReason.Cancelled);
             }
             return LastGeneration;

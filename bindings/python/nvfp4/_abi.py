@@ -8,11 +8,11 @@ from typing import Any, Dict, NamedTuple, Tuple
 
 __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
-    "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions", "LogCallback", "LogRelease", "Message",
-    "MicroBatch", "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "ProgressCallback", "QuantizeOptions",
-    "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport",
-    "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH",
-    "WeightOptions",
+    "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions", "LogCallback", "LogRelease",
+    "LogitsEvent", "LogitsProcessor", "Message", "MicroBatch", "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions",
+    "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status",
+    "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR",
+    "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -902,6 +902,30 @@ class SessionOptions(Structure):
     ]
 
 
+class LogitsEvent(Structure):
+    """
+    The logits of a choice, for a processor. Later versions may add fields at the end: a field exists if `struct_size` includes it.
+
+    - `struct_size`: sizeof(NVFP4_LogitsEvent) as the library knows it.
+    - `index`: The index of the session in a step; 0 for a single session.
+    - `logits`: The logits, which the processor may change: one for each token of the vocabulary, minus infinity for excluded ones. Valid
+      during the callback.
+    - `logit_count`: Elements of `logits`.
+    - `tokens`: The tokens that the generation has so far; none in a step and in NVFP4_session_sample(), whose choices are part of no
+      generation. Valid during the callback.
+    - `token_count`: Elements of `tokens`.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("index", c_int32),
+        ("logits", c_void_p),
+        ("logit_count", c_size_t),
+        ("tokens", c_void_p),
+        ("token_count", c_size_t),
+    ]
+
+
 class GenerateOptions(Structure):
     """
     How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by NVFP4_model_generate_options(),
@@ -953,6 +977,9 @@ class GenerateOptions(Structure):
       of code and summaries do; how many are drafted follows from what has been fastest. The generated tokens are the same, on a GPU but for
       rounding unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`.
       Default: 0, which looks nothing up.
+    - `logits_processor`: Changes the logits before each choice; see LOGITS in the chapter on sessions. In a queue it is called on a thread
+      of the library, and must stay valid until the generation's end. Default: NULL, none.
+    - `logits_user`: `user` of `logits_processor`.
     """
 
     _fields_ = [
@@ -986,6 +1013,8 @@ class GenerateOptions(Structure):
         ("bad_word_lengths", c_void_p),
         ("bad_word_count", c_size_t),
         ("prompt_lookup", c_size_t),
+        ("logits_processor", c_void_p),
+        ("logits_user", c_void_p),
     ]
 
 
@@ -1136,8 +1165,8 @@ class QueueEvent(Structure):
     - `part`: The kind of the text: one of NVFP4_PART_*.
     - `log_probability`: The natural logarithm of the token's probability, as in an #NVFP4_TokenEvent; NaN if it was not requested.
     - `finish`: At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE.
-    - `status`: At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise
-      #NVFP4_OK.
+    - `status`: At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as NVFP4_session_generate() does;
+      otherwise #NVFP4_OK.
     - `top_tokens`: The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities.
     - `top_log_probabilities`: The natural logarithm of the probability of each of `top_tokens`.
     - `top_count`: Elements of `top_tokens` and of `top_log_probabilities`.
@@ -1395,6 +1424,17 @@ ProgressCallback = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_uint64)
 # Frees memory that the host lent to a tensor: called once with the data pointer and the host's user data, on the thread that ends the last
 # use of the memory.
 Deleter = CFUNCTYPE(None, c_void_p, c_void_p)
+
+# Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
+# #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
+#
+# The library checks the result. NaN, plus infinity, or no finite logit among the tokens that may be chosen fail the call, or the generation
+# in a queue, with #NVFP4_INVALID_ARGUMENT. A generation keeps the tokens before that, with their text and its result.
+#
+# It is called on the thread that runs the generation: the caller's, or in a queue one of the library's. Functions that use the session
+# return #NVFP4_BUSY there, as they do in an #NVFP4_TokenCallback; those that may read it during a call, and NVFP4_session_fork() within a
+# generation, do not.
+LogitsProcessor = CFUNCTYPE(c_int32, c_void_p, POINTER(LogitsEvent))
 
 # Receives each token when it is generated, and the text. Returns 0 to go on, anything else to end the generation, which keeps that token.
 TokenCallback = CFUNCTYPE(c_int32, c_void_p, POINTER(TokenEvent))
@@ -2210,7 +2250,8 @@ FUNCTIONS: Tuple[Function, ...] = (
         NVFP4_session_generate(NVFP4_Session *session, const NVFP4_GenerateOptions *options, NVFP4_TokenCallback callback, void *user, NVFP4_GenerationResult *result)
 
         Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation does not fail,
-        whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has.
+        whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has. One that fails leaves the
+        session as it was, except where its `logits_processor` has written what no token can be chosen from: then it keeps them too.
 
         - `options`: NULL for the defaults.
         - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
@@ -2350,7 +2391,7 @@ FUNCTIONS: Tuple[Function, ...] = (
         next step when it is called.
 
         - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one session or for
-          all, takes the argmax. Logits that biases or bad words change, and those whose log-probabilities
+          all, takes the argmax. Logits that biases, bad words or a processor change, and those whose log-probabilities
           NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed
           and on the number of tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is
           left out with the status #NVFP4_CANCELLED; its progress callback is not called.
@@ -2468,8 +2509,8 @@ FUNCTIONS: Tuple[Function, ...] = (
         do. Returns at once. A generation that fails, or ends before its first token, leaves the session as it was before.
 
         - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
-        - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel handle
-          may be released before. There must be no progress callback.
+        - `options`: NULL for the defaults. Copied, except a cancel flag and what a `logits_processor` uses, which must stay valid until the
+          generation's end. A cancel handle may be released before. There must be no progress callback.
         - `submit`: NULL for the defaults. Copied.
         - `generation`: receives its number, which is not 0 and which the queue does not use again.
 

@@ -332,7 +332,12 @@ class Session(Handle):
     model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), prompt_lookup (tokens that a step
     drafts at most where the last tokens have occurred before; none unless told), grammar (a Grammar that the text fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
     dictionary from tokens to what their logits get; -math.inf excludes a token), presence_penalty, frequency_penalty, bad_words (sequences
-    of tokens that are not completed, such as model.tokenize_plain(" word", add_special=False)).
+    of tokens that are not completed, such as model.tokenize_plain(" word", add_special=False)), logits_processor (a function that changes
+    the logits of each choice).
+
+    A logits_processor is called with a writable memoryview of the logits, floats that numpy.frombuffer() takes without a copy; a
+    memoryview of the tokens that the generation has so far; and the index of the session in step_sample(). Both views are gone when it
+    returns. It ends the generation by returning False or raising; in a coroutine it runs on a thread of the library.
 
     Whatever may take long takes `cancel`, a Cancel, and ends at an interrupt. Prompts and files take `progress` too, which is
     called with what is done and what there is to do, in tokens or bytes, and ends the call by returning False; it may not use
@@ -421,7 +426,8 @@ class Session(Handle):
     def sample(self, **options):
         """The next token, which is not appended."""
         how = native.options(native.GenerateOptions, options)
-        return native.value_out(ctypes.c_int32, lib.session_sample, self, ctypes.byref(how))
+        with native.processed(how):
+            return native.value_out(ctypes.c_int32, lib.session_sample, self, ctypes.byref(how))
 
     def score(self, continuations, cancel=None, progress=None):
         """
@@ -597,7 +603,7 @@ def step_sample(sessions, tokens, each=None, cancel=None, statuses=None, **optio
     pointers = (ctypes.c_void_p * len(tokens))(*(ctypes.addressof(one) for one in how))
     chosen = (ctypes.c_int32 * len(tokens))(*[-1] * len(tokens))
     numbers = _statuses(statuses, len(tokens))
-    with native.call_options(cancel) as call:
+    with native.processed(*how), native.call_options(cancel) as call:
         lib.session_step_sample(handles, _tokens(tokens), len(tokens), pointers, call, chosen, numbers)
     _tell(statuses, numbers)
     return [None if token < 0 else token for token in chosen]

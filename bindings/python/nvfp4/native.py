@@ -12,7 +12,9 @@ import ctypes
 import os
 import platform
 import re
+import traceback
 import types
+import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Mapping, NoReturn, Optional, Sequence, Tuple, Type, TypeVar, Union
 
 from ._abi import *
@@ -275,6 +277,11 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             out.kept.append(words)
             point(field, "bad_word_count", (ctypes.c_void_p * len(words))(*map(ctypes.addressof, words)))
             point("bad_word_lengths", "bad_word_count", (ctypes.c_size_t * len(words))(*map(len, words)))
+        elif field == "logits_processor" and field in kinds:
+            if value is not None:
+                out.processor = Processor(value)
+                out.kept.append(out.processor)
+                out.logits_processor = ctypes.cast(out.processor.function, ctypes.c_void_p)
         elif field in choices:
             setattr(out, field, choice(choices[field], value))
         elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):
@@ -356,6 +363,68 @@ def callback(kind: Any, function: Callable[..., Any]) -> Generator[Any, None, No
     finally:
         if raised:
             raise raised.pop() from None
+
+
+class Processor:
+    """A host's function as a processor of logits. What it raises ends the generation; `raise_again` is for after that."""
+
+    def __init__(self, process: Callable[..., Any]) -> None:
+        if not callable(process):
+            raise TypeError(f"logits_processor= takes a function of logits, tokens and index, not {process!r}")
+        self.process, self.raised = process, None  # type: Callable[..., Any], Optional[BaseException]
+        self.function = LogitsProcessor(self._guarded)
+
+    def _guarded(self, _user: Any, event: Any) -> int:
+        try:
+            return int(self._call(event.contents) is False)
+        except BaseException as error:
+            self.raised = error
+            return 1
+
+    def _call(self, event: Any) -> Any:
+        logits, tokens = _View(ctypes.c_float, event.logits, event.logit_count), _View(ctypes.c_int32, event.tokens, event.token_count)
+        try:
+            goes_on = self.process(logits.memory, tokens.memory.toreadonly(), event.index)
+        except BaseException as error:
+            # Frames of the exception may hold the memory, which the library uses again.
+            if logits.outlives() or tokens.outlives():
+                traceback.clear_frames(error.__traceback__)
+            raise
+        if logits.outlives() or tokens.outlives():
+            raise RuntimeError("a logits processor has kept a view of its logits or tokens, which are gone when it returns; keep a copy, "
+                               "such as logits.tolist() or numpy.array(logits)")
+        return goes_on
+
+    def raise_again(self) -> None:
+        raised, self.raised = self.raised, None
+        if raised is not None:
+            raise raised
+
+
+class _View:
+    """Numbers of the library as a memoryview, for a while."""
+
+    def __init__(self, kind: Any, address: Optional[int], count: int) -> None:
+        array = (kind * count).from_address(address) if count else (kind * 0)()
+        self.memory, self._array = memoryview(array).cast("B").cast("f" if kind is ctypes.c_float else "i"), weakref.ref(array)
+
+    def outlives(self) -> bool:
+        """Ends the view, and says whether another one of the same numbers is left."""
+        with contextlib.suppress(BufferError):
+            self.memory.release()
+        return self._array() is not None
+
+
+@contextlib.contextmanager
+def processed(*options: ctypes.Structure) -> Generator[None, None, None]:
+    """For a call with options of a generation: what their processors raised leaves it."""
+    try:
+        yield
+    finally:
+        for one in options:
+            processor = getattr(one, "processor", None)
+            if processor is not None:
+                processor.raise_again()
 
 
 @contextlib.contextmanager

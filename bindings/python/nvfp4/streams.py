@@ -3,9 +3,11 @@
 import asyncio
 import atexit
 import collections
+import contextlib
 import ctypes
 import json
 import threading
+import time
 import typing
 import weakref
 
@@ -149,7 +151,7 @@ class _Relay:
     def generate(self, options):
         session, result = self.work.session, native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
         self.all = bool(options.log_probabilities or options.top_log_probabilities)
-        with native.callback(native.TokenCallback, self.give) as callback:
+        with native.processed(options), native.callback(native.TokenCallback, self.give) as callback:
             getattr(lib, f"session_{self.work.call}")(session, *self.work.prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
         return _generation(session, result)
 
@@ -201,17 +203,25 @@ class _Relay:
 class _Arrivals:
     """What has come of a generation that runs for an event loop."""
 
-    def __init__(self, queue, work, every):
-        self.queue, self.session, self.parts, self.every = queue, work.session, work.parts, every
+    _processed = set()  # Those whose generation may call a processor of logits.
+
+    def __init__(self, queue, work, every, processor):
+        self.queue, self.session, self.parts, self.every, self.processor = queue, work.session, work.parts, every, processor
         self.pieces, self.waiters = collections.deque(), []
         self.generation, self.ended = 0, False
         self.result = self.error = None
 
     def take(self, event):
-        if event.kind != native.CHOICES["event"]["end"]:
+        is_end, raised = event.kind == native.CHOICES["event"]["end"], None
+        if is_end and self.processor is not None:
+            self._processed.discard(self)
+            raised = self.processor.raised
+        if not is_end:
             piece = _piece(event, self.parts, self.every)
             if piece is not None:
                 self.pieces.append(piece)
+        elif raised is not None:
+            self.end(raised)
         elif event.status:
             self.end(native.ERRORS.get(event.status, native.Error)(ctypes.string_at(event.text, event.text_length).decode()))
         else:
@@ -282,7 +292,7 @@ class _LoopQueue(Handle):
     def submit(self, work, submit):
         """Submits work, and returns its _Arrivals."""
         how, when = native.options(native.GenerateOptions, work.options), native.options(native.SubmitOptions, submit)
-        out = _Arrivals(self, work, bool(how.log_probabilities or how.top_log_probabilities))
+        out = _Arrivals(self, work, bool(how.log_probabilities or how.top_log_probabilities), getattr(how, "processor", None))
         tokens = () if work.prompt else (None, 0)
         if not self._running:
             self._loop().add_reader(self._fd, self._take)
@@ -291,6 +301,8 @@ class _LoopQueue(Handle):
                 out.generation = native.value_out(ctypes.c_uint64, getattr(lib, f"queue_{work.call}"), self, work.session, *tokens,
                                                   *work.prompt, ctypes.byref(how), ctypes.byref(when))
             self._running[out.generation] = out
+            if out.processor is not None:
+                _Arrivals._processed.add(out)
         finally:
             if not self._running:
                 self._loop().remove_reader(self._fd)
@@ -452,3 +464,9 @@ def _stop_all():
     """A thread that is in the library must not be there when the interpreter ends."""
     for stream in list(_running):
         stream.stop()
+    for arrivals in list(_Arrivals._processed):
+        with contextlib.suppress(native.Error):  # Such as that of the child of a fork, which has no such generation.
+            arrivals.cancel()
+            while arrivals in _Arrivals._processed:
+                arrivals.queue._take()
+                time.sleep(0.001)

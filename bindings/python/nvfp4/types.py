@@ -29,6 +29,9 @@ Path = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 Text = Union[str, bytes, bytearray]
 # Called with what is done and what there is to do; ends the call by returning False.
 Progress = Callable[[int, int], object]
+# Takes logits to change, of format f, the tokens that the generation has so far, of format i, and the index of the session in a step. Ends the
+# generation by returning False.
+LogitsProcessor = Callable[["memoryview[float]", "memoryview[int]", int], object]
 # A conversation and tools, as chat servers take them.
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -62,6 +65,7 @@ class GenerationOptions(_types.GenerateOptions, total=False):
     grammar: Optional["Grammar"]
     logit_bias: Optional[Mapping[int, float]]
     bad_words: Optional[Sequence[Sequence[int]]]
+    logits_processor: Optional[LogitsProcessor]
 
 
 class TurnOptions(_types.ChatOptions, total=False):

@@ -1075,6 +1075,41 @@ typedef struct NVFP4_SessionOptions {
     size_t drop;
 } NVFP4_SessionOptions;
 
+/** The logits of a choice, for a processor. Later versions may add fields at the end: a field exists if `struct_size` includes it. */
+typedef struct NVFP4_LogitsEvent {
+    /** sizeof(NVFP4_LogitsEvent) as the library knows it. */
+    uint32_t struct_size;
+    /** The index of the session in a step; 0 for a single session. */
+    int32_t index;
+    /**
+     * The logits, which the processor may change: one for each token of the vocabulary, minus infinity for excluded ones. Valid during the
+     * callback.
+     */
+    float *logits;
+    /** Elements of `logits`. */
+    size_t logit_count;
+    /**
+     * The tokens that the generation has so far; none in a step and in NVFP4_session_sample(), whose choices are part of no generation. Valid
+     * during the callback.
+     */
+    const int32_t *tokens;
+    /** Elements of `tokens`. */
+    size_t token_count;
+} NVFP4_LogitsEvent;
+
+/**
+ * Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
+ * #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
+ *
+ * The library checks the result. NaN, plus infinity, or no finite logit among the tokens that may be chosen fail the call, or the generation
+ * in a queue, with #NVFP4_INVALID_ARGUMENT. A generation keeps the tokens before that, with their text and its result.
+ *
+ * It is called on the thread that runs the generation: the caller's, or in a queue one of the library's. Functions that use the session return
+ * #NVFP4_BUSY there, as they do in an #NVFP4_TokenCallback; those that may read it during a call, and NVFP4_session_fork() within a generation,
+ * do not.
+ */
+typedef int32_t (*NVFP4_LogitsProcessor)(void *user, const NVFP4_LogitsEvent *event);
+
 /**
  * How to generate. Fill with NVFP4_generate_options_init(), or with the model's recommended settings by
  * NVFP4_model_generate_options(), then change what is to differ. Arrays and texts are read during the call only.
@@ -1177,6 +1212,13 @@ typedef struct NVFP4_GenerateOptions {
      * Default: 0, which looks nothing up.
      */
     size_t prompt_lookup;
+    /**
+     * Changes the logits before each choice; see LOGITS in the chapter on sessions. In a queue it is called on a thread of the library, and
+     * must stay valid until the generation's end. Default: NULL, none.
+     */
+    NVFP4_LogitsProcessor logits_processor;
+    /** `user` of `logits_processor`. */
+    void *logits_user;
 } NVFP4_GenerateOptions;
 
 /**
@@ -1334,7 +1376,10 @@ typedef struct NVFP4_QueueEvent {
     float log_probability;
     /** At the end, one of NVFP4_FINISH_*; otherwise, and if the generation failed, #NVFP4_FINISH_NONE. */
     int32_t finish;
-    /** At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as it was before; otherwise #NVFP4_OK. */
+    /**
+     * At the end, #NVFP4_OK or the error of a generation that failed, which leaves its session as NVFP4_session_generate() does; otherwise
+     * #NVFP4_OK.
+     */
     NVFP4_Status status;
     /** The most probable tokens, as in an #NVFP4_TokenEvent. Valid as long as the text, as are their log-probabilities. */
     const int32_t *top_tokens;
@@ -2595,9 +2640,14 @@ NVFP4_Status NVFP4_grammar_release(NVFP4_Grammar *grammar);
  * LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
  * `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
  * defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
- * stand at the end are excluded; the grammar excludes what does not fit. Then come `repetition_penalty`, `temperature`, `top_k`, `top_p` and
- * `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this. On a GPU each
- * choice copies its logits to the host if any of the first four is set, and a generation with any of these drafts nothing.
+ * stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies; the host's own
+ * `logits_processor` changes the result as it likes, except that what the grammar excludes stays excluded. Then come `temperature`, `top_k`,
+ * `top_p` and `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this.
+ * Log-probabilities are those of the model's own logits.
+ *
+ * On a GPU each choice copies its logits to the host if biases, penalties by count, bad words, a grammar or a processor are set, and a
+ * generation with any of these drafts nothing. On either device such a choice copies 4 bytes for each token of the vocabulary in host memory,
+ * and with a processor reads them once more to check them.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */
@@ -2687,7 +2737,8 @@ NVFP4_Status NVFP4_model_generate_options(const NVFP4_Model *model,
 
 /**
  * Generates tokens after those in the session, which must not be empty: prefill a prompt first. A cancelled generation
- * does not fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has.
+ * does not fail, whenever it is cancelled: it returns #NVFP4_OK with #NVFP4_FINISH_CANCELLED and keeps the tokens it has. One that fails
+ * leaves the session as it was, except where its `logits_processor` has written what no token can be chosen from: then it keeps them too.
  *
  * - `options`: NULL for the defaults.
  * - `callback`, `user`: receives the tokens and text; may be NULL. NVFP4_session_text() gives the text afterwards.
@@ -2874,7 +2925,7 @@ NVFP4_Status NVFP4_session_step(NVFP4_Session *const *sessions,
  * sessions, and `next` as their tokens, a GPU has already begun the next step when it is called.
  *
  * - `options`: how to choose, `options[i]` for `sessions[i]`; options on stops and lengths are ignored. NULL, for one
- *   session or for all, takes the argmax. Logits that biases or bad words change, and those whose
+ *   session or for all, takes the argmax. Logits that biases, bad words or a processor change, and those whose
  *   log-probabilities NVFP4_session_top_log_probabilities() is to give, are copied to the host. Several sessions may share one: draws depend on its seed and on the number of
  *   tokens appended to each session. If `options[i]->call` is cancelled before the pass begins, that session is left out
  *   with the status #NVFP4_CANCELLED; its progress callback is not called.
@@ -3068,8 +3119,8 @@ NVFP4_Status NVFP4_queue_release(NVFP4_Queue *queue);
  * Returns at once. A generation that fails, or ends before its first token, leaves the session as it was before.
  *
  * - `tokens`, `count`: the prompt; none to generate from what the session holds. Copied.
- * - `options`: NULL for the defaults. Copied, except a cancel flag, which must stay valid until the generation's end. A cancel handle may
- *   be released before. There must be no progress callback.
+ * - `options`: NULL for the defaults. Copied, except a cancel flag and what a `logits_processor` uses, which must stay valid until the
+ *   generation's end. A cancel handle may be released before. There must be no progress callback.
  * - `submit`: NULL for the defaults. Copied.
  * - `generation`: receives its number, which is not 0 and which the queue does not use again.
  *
