@@ -370,6 +370,51 @@ extern "C" {
  */
 #define NVFP4_KV_FLOAT8 2
 
+/** It begins a text, as the model's files say: BOS. */
+#define NVFP4_TOKEN_ROLE_BEGINS_TEXT 1
+
+/** It ends a text: EOS. */
+#define NVFP4_TOKEN_ROLE_ENDS_TEXT 2
+
+/** NVFP4_model_tokenize() with `add_special` adds it before or after a text. */
+#define NVFP4_TOKEN_ROLE_ADDED 4
+
+/** It ends a generation, unless `ignore_model_stops` is set: a stop token of the model. */
+#define NVFP4_TOKEN_ROLE_ENDS_GENERATION 8
+
+/** It fills rows of a batch in training: padding. */
+#define NVFP4_TOKEN_ROLE_PADDING 16
+
+/** It stands for text that the vocabulary cannot spell. */
+#define NVFP4_TOKEN_ROLE_UNKNOWN 32
+
+/** It stands between two texts: SEP. */
+#define NVFP4_TOKEN_ROLE_SEPARATOR 64
+
+/** It stands for a whole text in classification: CLS. */
+#define NVFP4_TOKEN_ROLE_CLASSIFICATION 128
+
+/** It stands for a token that is to be guessed: MASK. */
+#define NVFP4_TOKEN_ROLE_MASK 256
+
+/** It begins the reasoning of an answer. */
+#define NVFP4_TOKEN_ROLE_BEGINS_REASONING 512
+
+/** It ends the reasoning of an answer. */
+#define NVFP4_TOKEN_ROLE_ENDS_REASONING 1024
+
+/** It begins a tool call, or several. */
+#define NVFP4_TOKEN_ROLE_BEGINS_TOOL_CALL 2048
+
+/** It ends a tool call, or several. */
+#define NVFP4_TOKEN_ROLE_ENDS_TOOL_CALL 4096
+
+/** It begins a turn of a conversation: the first special token that the chat template writes for a message. */
+#define NVFP4_TOKEN_ROLE_BEGINS_TURN 8192
+
+/** It ends an answer: the chat template writes it after one, or it is known by its name. */
+#define NVFP4_TOKEN_ROLE_ENDS_TURN 16384
+
 /** A directory with safetensors in ModelOpt's layout, config and tokenizer. */
 #define NVFP4_CONTAINER_MODELOPT 0
 
@@ -949,6 +994,21 @@ typedef struct NVFP4_ModelStatistics {
     /** Tokens that eviction has dropped, because the contexts of sessions were full; also in calls that have failed since and were undone. */
     uint64_t evicted_tokens;
 } NVFP4_ModelStatistics;
+
+/**
+ * A special token, or another one with a role. Later versions may add fields at the end: functions that take an array of these also take
+ * the size of an element.
+ */
+typedef struct NVFP4_SpecialToken {
+    /** The id. */
+    int32_t token;
+    /** The sum of its NVFP4_TOKEN_ROLE_*; 0 if none is known. */
+    int32_t roles;
+    /** Its name, the bytes that NVFP4_model_token_bytes() gives, without a NUL after them. Valid as long as the model has a reference. */
+    const char *name;
+    /** Bytes of `name`. */
+    size_t name_length;
+} NVFP4_SpecialToken;
 
 /**
  * A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
@@ -2486,6 +2546,39 @@ NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
                                     char *buffer,
                                     size_t capacity,
                                     size_t *length);
+
+/**
+ * Writes the bytes that a token adds to a text. They may be a part of a character. The bytes of all tokens of a text, one after the other, are
+ * that text, as the tokenizer's normalizer has changed it: a sentencepiece tokenizer writes a space before the first word, which
+ * NVFP4_model_detokenize() leaves out again, and others compose characters (NFC). Text that the vocabulary cannot spell is lost: its token is
+ * the special one for unknown text. A special token has the bytes of its name. Ids in the model's vocabulary that its tokenizer lacks have
+ * none; for ids that neither has, #NVFP4_INVALID_ARGUMENT names the range.
+ *
+ * - `buffer`, `capacity`, `length`: see ARRAYS OUT above.
+ * - `is_special`: 1 if the token is special, so that its bytes are a name and no text, else 0. May be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_token_bytes(const NVFP4_Model *model,
+                                     int32_t token,
+                                     uint8_t *buffer,
+                                     size_t capacity,
+                                     size_t *length,
+                                     int32_t *is_special);
+
+/**
+ * Writes the special tokens of a model, and other tokens that have a role, in order of their ids: those that its tokenizer marks as special;
+ * those that `tokenizer_config.json`, `special_tokens_map.json`, the config or GGUF metadata name; stop tokens; and the marks of reasoning,
+ * tool calls and turns that the library recognises by the chat template, as far as each is one token.
+ *
+ * - `tokens`: room for `capacity` elements of `token_size` bytes: sizeof(NVFP4_SpecialToken).
+ * - `count`: see ARRAYS OUT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_special_tokens(const NVFP4_Model *model,
+                                        NVFP4_SpecialToken *tokens,
+                                        size_t token_size,
+                                        size_t capacity,
+                                        size_t *count);
 
 /**
  * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size`

@@ -1282,6 +1282,22 @@ inline NVFP4_ChatOptions plain(const ChatOptions &options)
 
 struct GenerateOptions;
 
+/** The bytes that a token adds to a text. */
+struct TokenBytes {
+    /** Bytes of UTF-8, possibly a part of a character. */
+    std::string bytes;
+    /** Whether the token is special, so that its bytes are a name and no text. */
+    bool is_special;
+};
+
+/** A special token, or another one with a role. */
+struct SpecialToken {
+    std::int32_t token;
+    /** The sum of its NVFP4_TOKEN_ROLE_*. */
+    std::int32_t roles;
+    std::string name;
+};
+
 /** A loaded model: weights, tokenizer and chat template. */
 class Model : public detail::Handle<NVFP4_Model, NVFP4_model_retain, NVFP4_model_release> {
 public:
@@ -1390,6 +1406,30 @@ public:
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_model_detokenize(get(), tokens.data(), tokens.size(), skip_special, buffer, capacity, length);
         });
+    }
+    /** The bytes that a token adds to a text, or the name of a special token. */
+    Result<TokenBytes> token_bytes(std::int32_t token) const
+    {
+        TokenBytes out{{}, false};
+        std::int32_t is_special = 0;
+        const NVFP4_Status status = detail::copy(out.bytes, [&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_model_token_bytes(get(), token, reinterpret_cast<std::uint8_t *>(buffer), capacity, length, &is_special);
+        });
+        out.is_special = is_special != 0;
+        return detail::result(status, std::move(out));
+    }
+    /** The special tokens, and others with a role, in order of their ids. */
+    Result<std::vector<SpecialToken>> special_tokens() const
+    {
+        std::vector<NVFP4_SpecialToken> plain;
+        const NVFP4_Status status = detail::copy(plain, [&](NVFP4_SpecialToken *buffer, std::size_t capacity, std::size_t *count) {
+            return NVFP4_model_special_tokens(get(), buffer, sizeof(NVFP4_SpecialToken), capacity, count);
+        });
+        std::vector<SpecialToken> out;
+        out.reserve(plain.size());
+        for (const NVFP4_SpecialToken &one : plain)
+            out.push_back({one.token, one.roles, std::string(one.name, one.name_length)});
+        return detail::result(status, std::move(out));
     }
     /** A conversation rendered by the model's chat template. */
     Result<std::string> render_chat(Span<Message> messages, bool add_generation_prompt = true) const

@@ -4,8 +4,8 @@
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -24,10 +24,11 @@ use crate::checkpoint::{Checkpoint, TokenizerSource};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
 use crate::model::{
-    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Trained, open, text,
+    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec, Trained, open, text,
 };
 use crate::text::{
-    AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, TextFiles, Tokenizer,
+    AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, SpecialToken, TextFiles,
+    TokenRole, Tokenizer, special_tokens,
 };
 
 /// A served model, for reports.
@@ -85,6 +86,9 @@ pub struct Served {
     answer_form: AnswerForm,
     sampling: SamplingOptions,
     stop_tokens: Vec<u32>,
+    /// Roles of tokens by the model's files.
+    roles: Vec<(TokenRole, u32)>,
+    special: OnceLock<Vec<SpecialToken>>,
     grammars: Grammars,
     /// Tokens that full contexts have evicted.
     evicted: AtomicU64,
@@ -176,12 +180,14 @@ impl Served {
             answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
             blocks: Blocks::new(&model, options),
             runner: Runner::default(),
+            roles: roles(model.spec(), text.roles),
             model,
             tokenizer: text.tokenizer,
             template,
             own_template,
             sampling,
             stop_tokens,
+            special: OnceLock::new(),
             grammars: Grammars::default(),
             evicted: AtomicU64::new(0),
             leased,
@@ -365,6 +371,45 @@ impl Served {
         tokenizer.decode(&known, skip_special)
     }
 
+    /// One more than the largest token id: that of the embedding's last row, or of the tokenizer if that has more.
+    pub fn token_ids(&self) -> Result<usize> {
+        Ok(self.spec().vocab_size.max(self.tokenizer()?.vocab_size()))
+    }
+
+    /// The bytes that `token` adds to a text, which need not be whole characters; the name of a special token. None for ids with a row of the
+    /// embedding and without a text.
+    pub fn token_bytes(&self, token: u32) -> Result<&[u8]> {
+        let tokenizer = self.tokenizer()?;
+        let ids = self.token_ids()?;
+        if token as usize >= ids {
+            bail!(
+                InvalidArgument,
+                "the token is {token}; the ids of the model are 0 to {}",
+                ids - 1
+            );
+        }
+        Ok(tokenizer.bytes_of(token).unwrap_or_default())
+    }
+
+    /// The tokens that are special or have a role, in order of their ids. The first call renders test messages by the chat template.
+    pub fn special_tokens(&self) -> Result<&[SpecialToken]> {
+        if let Some(found) = self.special.get() {
+            return Ok(found);
+        }
+        let stops = self.stop_tokens.iter();
+        let stops = stops.map(|&token| (TokenRole::EndsGeneration, token));
+        let known: Vec<_> = stops.chain(self.roles.iter().copied()).collect();
+        let (template, is_own) = (&self.template, self.own_template);
+        let found = special_tokens(
+            self.tokenizer()?,
+            template,
+            is_own,
+            &self.answer_form,
+            &known,
+        )?;
+        Ok(self.special.get_or_init(|| found))
+    }
+
     /// Compiles a grammar for the model's tokens, of which those without a row in the embedding never come. The first call for a model also
     /// prepares its vocabulary, which takes up to some seconds. See [`Grammar::new`] for what is refused.
     pub fn grammar(&self, source: GrammarSource<'_>) -> Result<Grammar> {
@@ -422,6 +467,21 @@ impl Served {
     pub fn stop_tokens(&self) -> &[u32] {
         &self.stop_tokens
     }
+}
+
+/// The roles in the files of the tokenizer, and those of the config for the beginning and the end of a text where these name none.
+fn roles(spec: &Spec, mut named: Vec<(TokenRole, u32)>) -> Vec<(TokenRole, u32)> {
+    let has = |role: TokenRole| named.iter().any(|&(known, _)| known == role);
+    let bos = spec.bos.filter(|_| !has(TokenRole::BeginsText));
+    let eos: &[u32] = match has(TokenRole::EndsText) {
+        true => &[],
+        false => &spec.eos,
+    };
+    let ends = eos.iter().map(|&token| (TokenRole::EndsText, token));
+    let begins = bos.map(|token| (TokenRole::BeginsText, token));
+    let config: Vec<_> = begins.into_iter().chain(ends).collect();
+    named.extend(config);
+    named
 }
 
 /// A number that tells weights under training from all others.

@@ -15,6 +15,7 @@ using System.Runtime.InteropServices;
 #if NETCOREAPP
 using System.Runtime.Loader;
 #endif
+using System.Text;
 using System.Threading;
 using System.Threading.Tasks;
 using LibNVFP4;
@@ -233,6 +234,16 @@ static partial class Tests
         var asked = new[] { new ChatMessage("user", forged) };
         Same("user\n" + forged + "\nassistant\n", tokenizer.Decode(model.EncodeChat(asked)));
         Same("user\n" + forged + "\n", tokenizer.Decode(model.EncodeChat(ChatMessage.ToJson(asked), false)));
+        // Tokens have bytes, of which a character may take several, and special ones names.
+        int[] parts = tokenizer.Encode("é你<|im_end|>");
+        Same("é你<|im_end|>", Encoding.UTF8.GetString(parts.SelectMany(t => tokenizer.TokenBytes(t)).ToArray()));
+        Check(parts.Length > 3 && parts.Count(t => tokenizer.IsSpecial(t)) == 1 && tokenizer.IsSpecial(parts.Last()));
+        Same(0, tokenizer.TokenBytes(319).Length);
+        Throws<Nvfp4ArgumentException>(() => tokenizer.TokenBytes(320), "the token is 320; the ids of the model are 0 to 319");
+        IList<SpecialToken> special = tokenizer.SpecialTokens();
+        Same("<|endoftext|> <|im_start|> <|im_end|>", string.Join(" ", special.Select(token => token.Name)));
+        Same(TokenRoles.BeginsTurn, special[1].Roles);
+        Check(special[2].Token == 2 && special[2].Roles.HasFlag(TokenRoles.EndsGeneration) && !special[2].Roles.HasFlag(TokenRoles.Mask));
         // The bytes of half a character are none.
         Same("\uFFFD", tokenizer.Decode(tokenizer.Encode("你").Take(1).ToArray()));
         Throws<ArgumentException>(() => tokenizer.Encode("half a pair: \uD83D"));

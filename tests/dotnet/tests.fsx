@@ -56,6 +56,8 @@ test "pipes of models and conversations" (fun () ->
     same null named.Info.DeviceChoice
     same "qwen3" (Model.info model).Architecture
     same "héllo 😀" ("héllo 😀" |> Model.encode model |> Model.decode model)
+    same true (Model.specialTokens model |> List.exists (fun token -> token.Roles.HasFlag TokenRoles.EndsGeneration))
+    same [ 0xe8uy; 0xaauy; 0x9euy ] ("語" |> Model.encode model |> Seq.collect (Model.tokenBytes model) |> List.ofSeq)
     use chat = model |> Chat.withSystem "你是诗人。"
     same [ "好"; "語"; "😀"; "é" ] ("你好" |> Chat.stream chat |> List.ofSeq)
     same sentence ("再来" |> Chat.ask chat)

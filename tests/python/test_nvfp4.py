@@ -730,6 +730,21 @@ class Models(unittest.TestCase):
         chat.complete(asked, max_tokens=0)
         self.assertEqual(golden.encode_chat(asked), chat.tokens)
 
+        # A character may take several tokens; special tokens have names.
+        parts = golden.encode("é你<|im_end|>")
+        self.assertEqual(b"".join(map(golden.token_bytes, parts)), "é你<|im_end|>".encode())
+        self.assertGreater(len(parts), 3)
+        self.assertEqual([golden.is_special(token) for token in parts[-2:]], [False, True])
+        self.assertEqual((golden.token_bytes(319), golden.is_special(319)), (b"", False))
+        for token in (-1, 320):
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, f"the token is {token}; the ids of the model are 0 to 319"):
+                golden.token_bytes(token)
+
+        special = golden.special_tokens
+        self.assertEqual([one.name for one in special], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+        self.assertEqual(special[1], (1, "<|im_start|>", {"begins_turn"}))
+        self.assertEqual(special[0].roles, {"ends_generation", "ends_turn"})
+
         # The model has rows for ids that its tokenizer has no text for.
         size = self.reciter.vocab_size
         self.assertGreater(size, self.answer[-1] + 1)

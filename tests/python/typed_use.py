@@ -52,6 +52,11 @@ def sessions() -> None:
     model = nvfp4.Model(pathlib.Path("model"), quantize={"recipe": "amax"}, device="cuda:1", activations="int8")
     session = model.session(context=100, kv_type="float32", eviction="drop_oldest", system="Be brief.")
     session.prefill(model.tokenizer.encode("text", special=False))
+    assert_type(model.tokenizer.token_bytes(1), bytes)
+    assert_type(model.tokenizer.is_special(1), bool)
+    for special in model.tokenizer.special_tokens:
+        assert_type(special, nvfp4.SpecialToken)
+        print("mask" in special.roles, special.token, special.name)
     how: GenerationOptions = {"temperature": 0.5, "stop": ["\n", 7], "max_tokens": 3}
     result = session.generate(lambda piece: print(piece.token, piece.part), **how)
     assert_type(result.finish, Finish)

@@ -95,6 +95,12 @@ module Model =
     /// The text of tokens.
     let decode (model: Model) (tokens: int[]) = model.Tokenizer.Decode(tokens)
 
+    /// The bytes that a token adds to a text, which may be a part of a character; the name of a special token.
+    let tokenBytes (model: Model) (token: int) = model.Tokenizer.TokenBytes(token)
+
+    /// The special tokens, and others with a role, in order of their ids.
+    let specialTokens (model: Model) = model.Tokenizer.SpecialTokens() |> List.ofSeq
+
 /// Training of models.
 [<RequireQualifiedAccess>]
 module Train =

@@ -298,6 +298,21 @@ namespace LibNVFP4
         internal ulong EvictedTokens;
     }
 
+    // A special token, or another one with a role. Later versions may add fields at the end: functions that take an array of these also
+    // take the size of an element.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeSpecialToken
+    {
+        // The id.
+        internal int Token;
+        // The sum of its NVFP4_TOKEN_ROLE_*; 0 if none is known.
+        internal int Roles;
+        // Its name, the bytes that NVFP4_model_token_bytes() gives, without a NUL after them. Valid as long as the model has a reference.
+        internal byte* Name;
+        // Bytes of `name`.
+        internal UIntPtr NameLength;
+    }
+
     // A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an
     // element.
     [StructLayout(LayoutKind.Sequential)]
@@ -1514,6 +1529,28 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_detokenize(ModelHandle model, int* tokens, UIntPtr count, int skipSpecial, byte* buffer,
             UIntPtr capacity, UIntPtr* length);
+
+        // Writes the bytes that a token adds to a text. They may be a part of a character. The bytes of all tokens of a text, one after the
+        // other, are that text, as the tokenizer's normalizer has changed it: a sentencepiece tokenizer writes a space before the first
+        // word, which NVFP4_model_detokenize() leaves out again, and others compose characters (NFC). Text that the vocabulary cannot spell
+        // is lost: its token is the special one for unknown text. A special token has the bytes of its name. Ids in the model's vocabulary
+        // that its tokenizer lacks have none; for ids that neither has, #NVFP4_INVALID_ARGUMENT names the range.
+        //
+        // - `buffer`, `capacity`, `length`: see ARRAYS OUT above.
+        // - `is_special`: 1 if the token is special, so that its bytes are a name and no text, else 0. May be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_token_bytes(ModelHandle model, int token, byte* buffer, UIntPtr capacity, UIntPtr* length,
+            int* isSpecial);
+
+        // Writes the special tokens of a model, and other tokens that have a role, in order of their ids: those that its tokenizer marks as
+        // special; those that `tokenizer_config.json`, `special_tokens_map.json`, the config or GGUF metadata name; stop tokens; and the
+        // marks of reasoning, tool calls and turns that the library recognises by the chat template, as far as each is one token.
+        //
+        // - `tokens`: room for `capacity` elements of `token_size` bytes: sizeof(NVFP4_SpecialToken).
+        // - `count`: see ARRAYS OUT above.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_special_tokens(ModelHandle model, NativeSpecialToken* tokens, UIntPtr tokenSize,
+            UIntPtr capacity, UIntPtr* count);
 
         // Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
         // which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking for the length

@@ -10,9 +10,9 @@ __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
     "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions", "LogCallback", "LogRelease", "Message",
     "MicroBatch", "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "ProgressCallback", "QuantizeOptions",
-    "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status", "StepOptions", "StepReport",
-    "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH",
-    "WeightOptions",
+    "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "SpecialToken", "Status", "StepOptions",
+    "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER",
+    "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -227,6 +227,39 @@ CHOICES: Dict[str, Dict[str, int]] = {
         "modelopt": 0,
         # A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it.
         "dat": 1,
+    },
+    # Roles of special tokens.
+    "token_role": {
+        # It begins a text, as the model's files say: BOS.
+        "begins_text": 1,
+        # It ends a text: EOS.
+        "ends_text": 2,
+        # NVFP4_model_tokenize() with `add_special` adds it before or after a text.
+        "added": 4,
+        # It ends a generation, unless `ignore_model_stops` is set: a stop token of the model.
+        "ends_generation": 8,
+        # It fills rows of a batch in training: padding.
+        "padding": 16,
+        # It stands for text that the vocabulary cannot spell.
+        "unknown": 32,
+        # It stands between two texts: SEP.
+        "separator": 64,
+        # It stands for a whole text in classification: CLS.
+        "classification": 128,
+        # It stands for a token that is to be guessed: MASK.
+        "mask": 256,
+        # It begins the reasoning of an answer.
+        "begins_reasoning": 512,
+        # It ends the reasoning of an answer.
+        "ends_reasoning": 1024,
+        # It begins a tool call, or several.
+        "begins_tool_call": 2048,
+        # It ends a tool call, or several.
+        "ends_tool_call": 4096,
+        # It begins a turn of a conversation: the first special token that the chat template writes for a message.
+        "begins_turn": 8192,
+        # It ends an answer: the chat template writes it after one, or it is known by its name.
+        "ends_turn": 16384,
     },
     # Precision of cached keys and values.
     "kv": {
@@ -770,6 +803,26 @@ class ModelStatistics(Structure):
         ("preemptions", c_uint64),
         ("recomputed_tokens", c_uint64),
         ("evicted_tokens", c_uint64),
+    ]
+
+
+class SpecialToken(Structure):
+    """
+    A special token, or another one with a role. Later versions may add fields at the end: functions that take an array of these also take
+    the size of an element.
+
+    - `token`: The id.
+    - `roles`: The sum of its NVFP4_TOKEN_ROLE_*; 0 if none is known.
+    - `name`: Its name, the bytes that NVFP4_model_token_bytes() gives, without a NUL after them. Valid as long as the model has a
+      reference.
+    - `name_length`: Bytes of `name`.
+    """
+
+    _fields_ = [
+        ("token", c_int32),
+        ("roles", c_int32),
+        ("name", c_void_p),
+        ("name_length", c_size_t),
     ]
 
 
@@ -2063,6 +2116,28 @@ FUNCTIONS: Tuple[Function, ...] = (
         tokenizer lacks, as padding of many models, give no text; ids that neither has are #NVFP4_INVALID_ARGUMENT. Bytes that are not valid
         UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the text of a generation, which wait for whole characters. Asking
         for the length first does not double the work, as for NVFP4_model_tokenize().
+        """),
+    Function("model_token_bytes", (c_void_p, c_int32, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
+        NVFP4_model_token_bytes(const NVFP4_Model *model, int32_t token, uint8_t *buffer, size_t capacity, size_t *length, int32_t *is_special)
+
+        Writes the bytes that a token adds to a text. They may be a part of a character. The bytes of all tokens of a text, one after the
+        other, are that text, as the tokenizer's normalizer has changed it: a sentencepiece tokenizer writes a space before the first word,
+        which NVFP4_model_detokenize() leaves out again, and others compose characters (NFC). Text that the vocabulary cannot spell is lost:
+        its token is the special one for unknown text. A special token has the bytes of its name. Ids in the model's vocabulary that its
+        tokenizer lacks have none; for ids that neither has, #NVFP4_INVALID_ARGUMENT names the range.
+
+        - `buffer`, `capacity`, `length`: see ARRAYS OUT above.
+        - `is_special`: 1 if the token is special, so that its bytes are a name and no text, else 0. May be NULL.
+        """),
+    Function("model_special_tokens", (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p), Status, """
+        NVFP4_model_special_tokens(const NVFP4_Model *model, NVFP4_SpecialToken *tokens, size_t token_size, size_t capacity, size_t *count)
+
+        Writes the special tokens of a model, and other tokens that have a role, in order of their ids: those that its tokenizer marks as
+        special; those that `tokenizer_config.json`, `special_tokens_map.json`, the config or GGUF metadata name; stop tokens; and the marks
+        of reasoning, tool calls and turns that the library recognises by the chat template, as far as each is one token.
+
+        - `tokens`: room for `capacity` elements of `token_size` bytes: sizeof(NVFP4_SpecialToken).
+        - `count`: see ARRAYS OUT above.
         """),
     Function("model_render_chat", (c_void_p, c_void_p, c_size_t, c_size_t, c_int32, c_void_p, c_size_t, c_void_p), Status, """
         NVFP4_model_render_chat(const NVFP4_Model *model, const NVFP4_Message *messages, size_t count, size_t message_size, int32_t add_generation_prompt, char *buffer, size_t capacity, size_t *length)

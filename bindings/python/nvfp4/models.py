@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import json
 import threading
+import typing
 
 from . import native
 from .native import Handle, InvalidArgument, Single, chosen, lib
@@ -130,6 +131,14 @@ def _watched(call, cancel=None, progress=None):
     return outcome["result"]
 
 
+class SpecialToken(typing.NamedTuple):
+    """A special token, or another one with a role: its id, its name, and the names of its roles, such as "ends_text"."""
+
+    token: int
+    name: str
+    roles: typing.FrozenSet[str]
+
+
 class Tokenizer(Single):
     """A model's tokenizer: text to token ids and back."""
 
@@ -152,6 +161,29 @@ class Tokenizer(Single):
         """Ids that are in the model's vocabulary but not in its tokenizer give no text."""
         tokens = _tokens(tokens)
         return native.text_out(lib.model_detokenize, self._model, tokens, len(tokens), skip_special)
+
+    def token_bytes(self, token):
+        """
+        The bytes that a token adds to a text, which may be a part of a character; the name of a special token. Those of all tokens of a
+        text, joined, are that text, after a space if it is a sentencepiece tokenizer.
+        """
+        return bytes(native.items_out(ctypes.c_uint8, lambda *place: lib.model_token_bytes(self._model, token, *place, None)))
+
+    def is_special(self, token):
+        """Whether a token is special, so that its bytes are a name and no text."""
+        out, length = ctypes.c_int32(), ctypes.c_size_t()
+        lib.model_token_bytes(self._model, token, None, 0, ctypes.byref(length), ctypes.byref(out))
+        return bool(out.value)
+
+    @property
+    def special_tokens(self):
+        """The special tokens, and others with a role, in order of their ids."""
+        size = ctypes.sizeof(native.SpecialToken)
+        found = native.items_out(native.SpecialToken, lambda buffer, capacity, count: lib.model_special_tokens(
+            self._model, buffer, size, capacity, count))
+        names = native.CHOICES["token_role"].items()
+        return [SpecialToken(one.token, ctypes.string_at(one.name, one.name_length).decode(errors="replace"),
+                             frozenset(name for name, bit in names if one.roles & bit)) for one in found]
 
     def render_chat(self, messages, add_generation_prompt=True, **options):
         """
@@ -332,7 +364,7 @@ class Session(Handle):
     model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), grammar (a Grammar that the text
     fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
     dictionary from tokens to what their logits get; -math.inf excludes a token), presence_penalty, frequency_penalty, bad_words (sequences
-    of tokens that are not completed, such as model.tokenize_plain(" word", add_special=False)).
+    of tokens that are not completed, such as model.tokenizer.encode(" word", False, special=False)).
 
     Whatever may take long takes `cancel`, a Cancel, and ends at an interrupt. Prompts and files take `progress` too, which is
     called with what is done and what there is to do, in tokens or bytes, and ends the call by returning False; it may not use

@@ -1,12 +1,13 @@
 import array
-from typing import Any, Callable, Collection, Iterable, List, Mapping, Optional, Sequence, Tuple, Type, Union, overload
+from typing import Any, Callable, Collection, FrozenSet, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Type, Union, overload
 
 from typing_extensions import Self, Unpack
 
 from .native import Error, Handle, Single
 from .streams import Generation, Piece, Score, Stream
 from .types import (AskOptions, AskStreamOptions, CalibrateOptions, ChatOptions, Container, ConvertOptions, Finish, GenerationOptions,
-                    GrammarKind, LoadOptions, Message, Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, StreamOptions, Text, TurnOptions)
+                    GrammarKind, LoadOptions, Message, Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, StreamOptions, Text, TokenRole,
+                    TurnOptions)
 
 class Cancel(Handle):
     def __init__(self) -> None: ...
@@ -15,10 +16,19 @@ class Cancel(Handle):
     @property
     def triggered(self) -> bool: ...
 
+class SpecialToken(NamedTuple):
+    token: int
+    name: str
+    roles: FrozenSet[TokenRole]
+
 class Tokenizer(Single):
     def __init__(self, model: Union[Model, Path]) -> None: ...
     def encode(self, text: Text, add_special: bool = True, special: bool = True) -> list[int]: ...
     def decode(self, tokens: Iterable[int], skip_special: bool = True) -> str: ...
+    def token_bytes(self, token: int) -> bytes: ...
+    def is_special(self, token: int) -> bool: ...
+    @property
+    def special_tokens(self) -> list[SpecialToken]: ...
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **options: Unpack[TurnOptions]) -> str: ...
     def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                     **options: Unpack[TurnOptions]) -> list[int]: ...
