@@ -1320,7 +1320,7 @@ typedef struct NVFP4_ChatOptions {
      */
     int64_t reasoning_budget;
     /**
-     * Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
+     * Variables of the chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
      * variable that the template never reads has no effect, and is logged as a warning. Default: NULL.
      */
     const char *variables;
@@ -1334,6 +1334,15 @@ typedef struct NVFP4_ChatOptions {
     const char *tools;
     /** Bytes of `tools`. */
     size_t tools_length;
+    /**
+     * A Jinja template in UTF-8 that renders the conversation in place of the model's own, or NULL for that. Reasoning, tool calls and
+     * the ends of answers are recognised by it as they are by the model's. #NVFP4_INVALID_ARGUMENT names the line of one that does not
+     * compile, or fails. The model keeps the 16 that were used last compiled. A conversation may go on with another one: see the beginning
+     * of this chapter. Default: NULL.
+     */
+    const char *chat_template;
+    /** Bytes of `chat_template`. */
+    size_t chat_template_length;
 } NVFP4_ChatOptions;
 
 /** Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ. */
@@ -2975,6 +2984,9 @@ NVFP4_Status NVFP4_session_top_log_probabilities(NVFP4_Session *session,
  * tokens in the session is kept in the cache, and only the rest is run. So regenerating an answer, changing an earlier
  * message or the system prompt, and passing the results of tools are turns like any other. Names of special tokens within
  * messages are treated as plain text.
+ *
+ * A turn may take another template than the one before: the whole conversation is rendered by it, and again the longest common prefix of
+ * tokens is kept, often none. With `keep_reasoning` the tokens in the session stay, and the other template writes only what follows them.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ChatOptions). */

@@ -1262,6 +1262,8 @@ struct ChatOptions : NVFP4_ChatOptions {
     std::string variables_json;
     /** The tools that the model may call, as a JSON array; used instead of the pointer `tools`. */
     std::string tools_json;
+    /** A Jinja template in place of the model's own; used instead of the pointer `chat_template`. Empty for the model's. */
+    std::string template_text;
 };
 
 /** Not part of the interface. */
@@ -1275,6 +1277,8 @@ inline NVFP4_ChatOptions plain(const ChatOptions &options)
     plain.variables_length = options.variables_json.size();
     plain.tools = options.tools_json.data();
     plain.tools_length = options.tools_json.size();
+    plain.chat_template = options.template_text.data();
+    plain.chat_template_length = options.template_text.size();
     return plain;
 }
 

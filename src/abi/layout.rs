@@ -84,8 +84,8 @@ layout!(NVFP4_StepReport, 64, struct_size: 0, outcome: 4, step: 8, targets: 16, 
 layout!(NVFP4_OptimizerOptions, 24, struct_size: 0, weights: 4, first_moments: 8, second_moments: 12, fresh_scales: 16, reserved: 20);
 layout!(NVFP4_StepOptions, 64, struct_size: 0, gradient_scale: 4, rate: 8, beta1: 16, beta2: 24, eps: 32, weight_decay: 40, seed: 48,
     tensor: 56);
-layout!(NVFP4_ChatOptions, 48, struct_size: 0, keep_reasoning: 4, reasoning_budget: 8, variables: 16, variables_length: 24, tools: 32,
-    tools_length: 40);
+layout!(NVFP4_ChatOptions, 64, struct_size: 0, keep_reasoning: 4, reasoning_budget: 8, variables: 16, variables_length: 24, tools: 32,
+    tools_length: 40, chat_template: 48, chat_template_length: 56);
 
 #[cfg(test)]
 mod tests {

@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::blocks::{BlockCounts, Blocks};
+use super::chat_text::{ChatText, HostTemplates};
 use super::grammars::Grammars;
 use super::leased::Leased;
 use super::runner::{Generating, PassCounts, Runner, Work};
@@ -81,9 +82,8 @@ pub struct Served {
     blocks: Arc<Blocks>,
     runner: Runner,
     tokenizer: Option<Arc<Tokenizer>>,
-    template: ChatTemplate,
-    own_template: bool,
-    answer_form: AnswerForm,
+    chat: Arc<ChatText>,
+    templates: HostTemplates,
     sampling: SamplingOptions,
     stop_tokens: Vec<u32>,
     /// Roles of tokens by the model's files.
@@ -170,21 +170,15 @@ impl Served {
             stop_tokens,
             sampling,
         } = generation::read(model.spec(), source, &text)?;
-        let own_template = text.template.is_some();
-        let template = text.template.unwrap_or_else(ChatTemplate::stand_in);
-        let is_token = |name: &str| {
-            let tokenizer = text.tokenizer.as_ref();
-            tokenizer.is_some_and(|t| t.id_of(name).is_some())
-        };
+        let chat = ChatText::of_model(text.template, text.tokenizer.as_deref());
         Ok(Arc::new(Served {
-            answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
             blocks: Blocks::new(&model, options),
             runner: Runner::default(),
             roles: roles(model.spec(), text.roles),
             model,
             tokenizer: text.tokenizer,
-            template,
-            own_template,
+            chat: Arc::new(chat),
+            templates: HostTemplates::new(text.bos, text.eos),
             sampling,
             stop_tokens,
             special: OnceLock::new(),
@@ -204,7 +198,7 @@ impl Served {
         ServedInfo {
             model: self.model.info().clone(),
             tokenizer: self.tokenizer.is_some(),
-            chat_template: self.own_template,
+            chat_template: self.has_own_template(),
         }
     }
 
@@ -399,12 +393,12 @@ impl Served {
         let stops = self.stop_tokens.iter();
         let stops = stops.map(|&token| (TokenRole::EndsGeneration, token));
         let known: Vec<_> = stops.chain(self.roles.iter().copied()).collect();
-        let (template, is_own) = (&self.template, self.own_template);
+        let (template, is_own) = (self.chat.template(), self.has_own_template());
         let found = special_tokens(
             self.tokenizer()?,
             template,
             is_own,
-            &self.answer_form,
+            self.chat.form(),
             &known,
         )?;
         Ok(self.special.get_or_init(|| found))
@@ -433,27 +427,31 @@ impl Served {
         Ok(())
     }
 
-    /// The grammar of one call of one of `tools`, which is kept for when it is asked for again.
-    pub fn grammar_of_calls(&self, tools: &[Value]) -> Result<Arc<Grammar>> {
+    /// The grammar of one call of one of `tools` in an answer of this form, which is kept for when it is asked for again.
+    pub fn grammar_of_calls(&self, form: &AnswerForm, tools: &[Value]) -> Result<Arc<Grammar>> {
         let vocabulary = self.grammar_vocabulary()?;
         let mark = |name: &str| vocabulary.mark(name);
-        let lark = self.answer_form.grammar_of_calls(tools, mark)?;
+        let lark = form.grammar_of_calls(tools, mark)?;
         self.grammars.of_calls(vocabulary, lark)
     }
 
     /// The chat template; ChatML if the model came without one. A broken template gives its error when it is rendered.
     pub fn chat_template(&self) -> &ChatTemplate {
-        &self.template
+        self.chat.template()
+    }
+
+    /// The model's own chat template with the form of its answers, or those of the Jinja template `source` of a host. The templates of hosts
+    /// that were used last are kept.
+    pub fn chat_text(&self, source: Option<&str>) -> Result<Arc<ChatText>> {
+        match source {
+            None => Ok(self.chat.clone()),
+            Some(source) => self.templates.get(source, self.tokenizer.as_deref()),
+        }
     }
 
     /// Whether the model brought its own chat template.
     pub fn has_own_template(&self) -> bool {
-        self.own_template
-    }
-
-    /// The spelling of reasoning and tool calls in the model's answers.
-    pub fn answer_form(&self) -> &AnswerForm {
-        &self.answer_form
+        !self.chat.is_stand_in()
     }
 
     /// Sampling defaults of the model's makers: from `generation_config.json`, or a GGUF file's `general.sampling` entries; greedy where

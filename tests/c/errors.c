@@ -753,6 +753,15 @@ static void sessions(NVFP4_Model *model)
     chat.tools = "{}";
     BAD(invalid, NVFP4_session_chat, session, "a", 1, &chat, NULL, NULL, NULL, NULL);
     SAYS("tools are not an array");
+    chat.tools_length = 0;
+    chat.chat_template_length = 2;
+    BAD(invalid, NVFP4_session_chat, session, "a", 1, &chat, NULL, NULL, NULL, NULL);
+    SAYS("chat_template is NULL");
+    chat.chat_template = "{%";
+    BAD(invalid, NVFP4_session_chat, session, "a", 1, &chat, NULL, NULL, NULL, NULL);
+    SAYS("(line 1)");
+    BAD(invalid, NVFP4_model_render_messages, model, json, size, &chat, 1, text, sizeof text, &length);
+    BAD(invalid, NVFP4_model_tokenize_messages, model, json, size, &chat, 1, &token, 1, &length);
     chat.struct_size = 12;
     BAD(NVFP4_ABI_MISMATCH, NVFP4_session_chat, session, "a", 1, &chat, NULL, NULL, NULL, NULL);
     BAD(NVFP4_ABI_MISMATCH, NVFP4_session_chat_messages, session, json, size, &chat, NULL, NULL, NULL, NULL);

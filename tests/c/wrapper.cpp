@@ -561,6 +561,11 @@ void conversations(const std::string &path)
     brief.reasoning_budget = 0;
     CHECK(session.chat("Brief", brief, options, by_part).text == answer && has(session.reasoning(), "limited time"));
 
+    nvfp4::ChatOptions other;
+    other.template_text = "{{ messages[0].content }}";
+    const std::string alone = model.render_messages(question, other);
+    CHECK(!alone.empty() && has(question, alone.c_str()) && has(model.render_messages(question), alone.c_str()));
+
     /* A call and its result. */
     nvfp4::ChatOptions with_tools;
     with_tools.tools_json = tools;

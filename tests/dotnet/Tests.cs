@@ -1012,6 +1012,18 @@ static partial class Tests
             Same(11, chat.Messages.Count);
             Same(Thought, chat.Messages[10].ReasoningContent.Trim());
         }
+        var shouting = new ChatOptions { ChatTemplate = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+            + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}" };
+        using (var chat = new ChatSession(thinker))
+        {
+            Same("<|im_start|>user\nHI<|im_end|>\n<|im_start|>assistant\n",
+                thinker.RenderChat(new[] { new ChatMessage("user", "Hi") }, true, shouting));
+            string answer = chat.Ask("Hi");
+            Same(answer, chat.Ask("Again", turn: shouting));
+            Same(Thought, chat.Reasoning.Trim());
+            Check(thinker.Tokenizer.Decode(chat.Tokens, false).Contains("AGAIN<|im_end|>"));
+            Throws<Nvfp4ArgumentException>(() => chat.Ask("x", turn: new ChatOptions { ChatTemplate = "\n{% for %}" }), "(line 2)");
+        }
         using (var chat = new ChatSession(thinker, turns: new ChatOptions { KeepReasoning = true }))
             for (int turn = 0; turn < 3; turn++)
             {

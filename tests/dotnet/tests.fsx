@@ -122,6 +122,7 @@ test "a model that thinks and calls a tool" (fun () ->
     same "" (Chat.reasoning chat)
     same answer ("Hi" |> Chat.askTurn (Turn.defaults () |> Turn.reasoningBudget 2) chat)
     if (Chat.reasoning chat).Trim() = thought then failwith "the whole thought"
+    same "Hi" (model.RenderChat([ ChatMessage("user", "Hi") ], true, Turn.defaults () |> Turn.chatTemplate "{{ messages[0].content }}"))
     let keeping = Turn.defaults () |> Turn.variables "{}" |> Turn.keepReasoning
     let before = chat.Length
     same answer ("Hi" |> Chat.askTurn keeping chat)

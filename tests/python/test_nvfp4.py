@@ -1373,6 +1373,23 @@ class Conversations(unittest.TestCase):
         tokenizer = self.model.tokenizer
         return len(tokenizer.encode(tokenizer.render_chat(messages, **options), add_special=False))
 
+    def test_template(self):
+        """A template of the host renders the conversation, and its answers are read by it."""
+        shouting = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+                    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+        asked = [{"role": "user", "content": "Hi"}]
+        self.assertEqual(self.model.tokenizer.render_chat(asked, chat_template=shouting), "<|im_start|>user\nHI<|im_end|>\n<|im_start|>assistant\n")
+        chat = self.model.chat(system="Be brief.")
+        chat.say("One")
+        for options in ({"chat_template": shouting}, {}):
+            result = chat.say("Two", **options)
+            self.assertEqual((result.text, result.reasoning.strip()), (thinker.ANSWER, self.THOUGHT))
+        kept = self.model.chat(chat_template=shouting)
+        kept.say("One")
+        self.assertIn("ONE<|im_end|>", self.model.tokenizer.decode(kept.tokens, skip_special=False))
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, r"does not parse: .*\(line 2\)"):
+            chat.say("Three", chat_template="\n{% for %}")
+
     def test_turns(self):
         """Five of them: earlier thoughts go, as the template has it, and no more is run than what that changes."""
         chat, held = self.model.chat(system="Be brief."), []

@@ -75,6 +75,7 @@ def sessions() -> None:
     assert_type(grammar, nvfp4.Grammar)
     session.generate(grammar=nvfp4.Grammar.choices(model, ["a"]), tool_calls="held")
 
+    model.chat(chat_template="{{ messages }}").say("a", chat_template=b"{{ tools }}")
     nvfp4.Model("model", device=0)  # type: ignore[arg-type]
     session.generate(logit_bias={3: -1.5}, bad_words=[[1, 2], (3,)], presence_penalty=0.5, frequency_penalty=0.5)
     assert_type(session.score([[1, 2], (3,)])[0].total, float)

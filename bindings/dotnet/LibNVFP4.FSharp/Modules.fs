@@ -241,6 +241,9 @@ module Turn =
     /// The tools that the model may call, as a JSON array.
     let tools (json: string) = changed (fun o -> o.Tools <- json)
 
+    /// A Jinja template in place of the model's own.
+    let chatTemplate (source: string) = changed (fun o -> o.ChatTemplate <- source)
+
     /// The most tokens of reasoning.
     let reasoningBudget (tokens: int) = changed (fun o -> o.ReasoningBudget <- Nullable tokens)
 

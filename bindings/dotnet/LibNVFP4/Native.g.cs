@@ -567,7 +567,7 @@ namespace LibNVFP4
         // The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text that the
         // model's maker provides for this, and the answer follows. No effect on models without reasoning. Default: -1.
         internal long ReasoningBudget;
-        // Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable that the
+        // Variables of the chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable that the
         // template never reads has no effect, and is logged as a warning. Default: NULL.
         internal byte* Variables;
         // Bytes of `variables`.
@@ -577,6 +577,13 @@ namespace LibNVFP4
         internal byte* Tools;
         // Bytes of `tools`.
         internal UIntPtr ToolsLength;
+        // A Jinja template in UTF-8 that renders the conversation in place of the model's own, or NULL for that. Reasoning, tool calls and
+        // the ends of answers are recognised by it as they are by the model's. #NVFP4_INVALID_ARGUMENT names the line of one that does not
+        // compile, or fails. The model keeps the 16 that were used last compiled. A conversation may go on with another one: see the
+        // beginning of this chapter. Default: NULL.
+        internal byte* ChatTemplate;
+        // Bytes of `chat_template`.
+        internal UIntPtr ChatTemplateLength;
     }
 
     // Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ.

@@ -1112,12 +1112,17 @@ class ChatOptions(Structure):
       its new tokens, but the model gets a prompt unlike those it was trained on, and the context fills sooner. Default: 0.
     - `reasoning_budget`: The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text
       that the model's maker provides for this, and the answer follows. No effect on models without reasoning. Default: -1.
-    - `variables`: Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable
-      that the template never reads has no effect, and is logged as a warning. Default: NULL.
+    - `variables`: Variables of the chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable that the
+      template never reads has no effect, and is logged as a warning. Default: NULL.
     - `variables_length`: Bytes of `variables`.
     - `tools`: The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description": ...,
       "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template does not support tools. Default: NULL.
     - `tools_length`: Bytes of `tools`.
+    - `chat_template`: A Jinja template in UTF-8 that renders the conversation in place of the model's own, or NULL for that. Reasoning,
+      tool calls and the ends of answers are recognised by it as they are by the model's. #NVFP4_INVALID_ARGUMENT names the line of one that
+      does not compile, or fails. The model keeps the 16 that were used last compiled. A conversation may go on with another one: see the
+      beginning of this chapter. Default: NULL.
+    - `chat_template_length`: Bytes of `chat_template`.
     """
 
     _fields_ = [
@@ -1128,6 +1133,8 @@ class ChatOptions(Structure):
         ("variables_length", c_size_t),
         ("tools", c_void_p),
         ("tools_length", c_size_t),
+        ("chat_template", c_void_p),
+        ("chat_template_length", c_size_t),
     ]
 
 

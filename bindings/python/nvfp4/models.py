@@ -13,7 +13,7 @@ from .streams import Score, Stream
 
 
 # Options of a chat's turn. All others are those of a generation or of a session.
-_CHAT_OPTIONS = ("think", "variables", "tools", "reasoning_budget", "keep_reasoning")
+_CHAT_OPTIONS = ("think", "variables", "tools", "reasoning_budget", "keep_reasoning", "chat_template")
 
 
 def _take_chat_options(options):
@@ -37,7 +37,7 @@ def _chat_options(values):
     budget = values.get("reasoning_budget")
     return native.options(native.ChatOptions, {
         "variables": json.dumps(variables) if variables else "",
-        "tools": json.dumps(values["tools"]) if values.get("tools") else "",
+        "tools": json.dumps(values["tools"]) if values.get("tools") else "", "chat_template": values.get("chat_template") or "",
         "reasoning_budget": -1 if budget is None else budget, "keep_reasoning": bool(values.get("keep_reasoning"))})
 
 
@@ -510,7 +510,7 @@ class ChatSession(Session):
     """
     A conversation with a model. Beside a session's its options are those of turns, which each turn may be given otherwise: think
     (True or False, where the model can do both; the variable enable_thinking of its template), variables (a dictionary of
-    others), tools (a list of dictionaries, as chat servers take them), reasoning_budget (the most tokens of reasoning),
+    others), tools (a list of dictionaries, as chat servers take them), chat_template (Jinja in place of the model's own), reasoning_budget (the most tokens of reasoning),
     keep_reasoning (earlier reasoning stays in the session, so that a turn runs only what it adds).
 
     Tokens are drawn as the model recommends (see Model.generate_options()), as far as a turn is not told otherwise. Of what the
