@@ -3265,6 +3265,22 @@ NVFP4_Status NVFP4_detokenizer_push(NVFP4_Detokenizer *detokenizer,
                                     int32_t *finish);
 
 /**
+ * Adds the next token to each of several detokenizers, in one call: the same results as a call of NVFP4_detokenizer_push() for each. The
+ * detokenizers may be of different models, and each is there once. If a call fails, none of them has changed, and no result is written.
+ *
+ * - `detokenizers`, `tokens`: `count` elements each.
+ * - `texts`: receives `count` texts, each valid until the next call with its detokenizer.
+ * - `lengths`, `finishes`: receive `count` elements each; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizers_push(NVFP4_Detokenizer *const *detokenizers,
+                                     const int32_t *tokens,
+                                     size_t count,
+                                     const char **texts,
+                                     size_t *lengths,
+                                     int32_t *finishes);
+
+/**
  * Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a
  * stop string there is none. An incomplete character gives no text: see NVFP4_detokenizer_create() for continuing it.
  *

@@ -2404,6 +2404,28 @@ public:
         out.text = std::string_view(text, length);
         return detail::result(status, std::move(out));
     }
+    /** Adds a token to each of several detokenizers, which are distinct, in one call; none has changed if it fails. */
+    static Result<std::vector<Text>> push(Span<Detokenizer *> detokenizers, Span<std::int32_t> tokens)
+    {
+        const std::size_t count = detokenizers.size();
+        if (count != tokens.size())
+            return detail::failure<std::vector<Text>>(
+                Error(NVFP4_INVALID_ARGUMENT, std::to_string(tokens.size()) + " tokens for " + std::to_string(count) + " detokenizers"));
+        std::vector<NVFP4_Detokenizer *> plain;
+        plain.reserve(count);
+        for (Detokenizer *one : detokenizers)
+            plain.push_back(one->get());
+        std::vector<const char *> texts(count);
+        std::vector<std::size_t> lengths(count);
+        std::vector<std::int32_t> finishes(count);
+        const NVFP4_Status status =
+            NVFP4_detokenizers_push(plain.data(), tokens.data(), count, texts.data(), lengths.data(), finishes.data());
+        std::vector<Text> out;
+        out.reserve(count);
+        for (std::size_t i = 0; i < count; i++)
+            out.push_back({std::string_view(texts[i], lengths[i]), finishes[i]});
+        return detail::result(status, std::move(out));
+    }
     /** Ends the sequence, and returns the text that was held back. */
     Result<std::string_view> finish()
     {

@@ -152,6 +152,11 @@ impl Constraint {
         self.choose()
     }
 
+    /// Whether tool calls are held, and `text` begins one.
+    fn holds_call(&self, text: &str) -> bool {
+        self.scope != Scope::Content && self.call_marks.iter().any(|mark| text.starts_with(mark))
+    }
+
     /// As [`next`](Self::next) for a token before the held part; `None` if the token may begin that part, which the phase then says.
     fn before(&mut self, model: &Served, stage: AnswerStage<'_>) -> Result<Option<Next>> {
         let begins = self.scope != Scope::Calls { first: false };
@@ -161,13 +166,11 @@ impl Constraint {
         };
         match stage {
             AnswerStage::Reasoning => self.opening.is_due = true,
-            AnswerStage::Call(text) if self.scope != Scope::Content => {
-                if self.call_marks.iter().any(|mark| text.starts_with(mark)) {
-                    let tokens = model.tokenizer()?.encode(text, false)?;
-                    self.begin(&tokens)
-                        .map_err(|e| e.within("the beginning of a tool call"))?;
-                    return Ok(None);
-                }
+            AnswerStage::Call(text) if self.holds_call(text) => {
+                let tokens = model.tokenizer()?.encode(text, false)?;
+                self.begin(&tokens)
+                    .map_err(|e| e.within("the beginning of a tool call"))?;
+                return Ok(None);
             }
             AnswerStage::Header if begins => {
                 let tokens = match std::mem::take(&mut self.opening.is_due) {

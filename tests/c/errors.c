@@ -961,6 +961,30 @@ static void detokenizers(NVFP4_Model *model)
     BAD(invalid, NVFP4_detokenizer_push, detokenizer, token, NULL, &length, &finish);
     BAD(invalid, NVFP4_detokenizer_push, detokenizer, -1, &piece, &length, &finish);
     BAD(invalid, NVFP4_detokenizer_push, detokenizer, 1 << 30, &piece, &length, &finish);
+    NVFP4_Detokenizer *several[3] = {NULL, NULL, NULL};
+    const int32_t tokens[3] = {3, 3, 3}, beyond[3] = {3, 3, 1 << 30}, negative[3] = {3, -1, 3};
+    const char *texts[3] = {NULL, NULL, NULL};
+    size_t lengths[3] = {7, 7, 7};
+    int32_t finishes[3] = {9, 9, 9};
+    OK(NVFP4_detokenizers_push(NULL, NULL, 0, NULL, NULL, NULL));
+    BAD(invalid, NVFP4_detokenizers_push, NULL, tokens, 1, texts, lengths, finishes);
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_detokenizers_push, several, tokens, 1, texts, lengths, finishes);
+    SAYS("detokenizers[0]");
+    for (int i = 0; i < 3; i++)
+        OK(NVFP4_detokenizer_create(model, NULL, 0, NULL, &several[i]));
+    BAD(invalid, NVFP4_detokenizers_push, several, NULL, 3, texts, lengths, finishes);
+    BAD(invalid, NVFP4_detokenizers_push, several, tokens, 3, NULL, lengths, finishes);
+    BAD(invalid, NVFP4_detokenizers_push, several, negative, 3, texts, lengths, finishes);
+    SAYS("token 1 is -1");
+    BAD(invalid, NVFP4_detokenizers_push, several, beyond, 3, texts, lengths, finishes);
+    SAYS("detokenizers[2]");
+    NVFP4_Detokenizer *twice[3] = {several[1], several[0], several[1]};
+    BAD(invalid, NVFP4_detokenizers_push, twice, tokens, 3, texts, lengths, finishes);
+    SAYS("detokenizers[0] and detokenizers[2] are the same");
+    CHECK(texts[0] == NULL && lengths[2] == 7 && finishes[1] == 9);
+    for (int i = 0; i < 3; i++)
+        OK(NVFP4_detokenizer_release(several[i]));
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_detokenizers_push, several, tokens, 3, texts, lengths, finishes);
     HANDLE(NVFP4_detokenizer_finish, h, &piece, &length);
     BAD(invalid, NVFP4_detokenizer_finish, detokenizer, NULL, &length);
     CHECK(piece == NULL && finish == 9 && none == NULL);

@@ -1221,6 +1221,46 @@ static void detokenizers(void)
     OK(NVFP4_detokenizer_push(detokenizer, tokens[PROMPT], &piece, &length, &finish));
     CHECK(finish == NVFP4_FINISH_STOP && length == 0 && piece[0] == '\0');
     OK(NVFP4_detokenizer_release(detokenizer));
+
+    /* Many at once give what single calls do, whichever stage each is at; one that has ended leaves all as they were. */
+    enum { MANY = 40 };
+    NVFP4_Detokenizer *many[MANY], *single[MANY];
+    int32_t next[MANY], finishes[MANY];
+    const char *texts[MANY];
+    size_t sizes[MANY];
+    uint32_t random = 1;
+    for (int i = 0; i < MANY; i++) {
+        OK(NVFP4_generate_options_init(&options, sizeof options));
+        options.max_tokens = (size_t)(20 + i);
+        OK(NVFP4_detokenizer_create(model, NULL, 0, &options, &many[i]));
+        OK(NVFP4_detokenizer_create(model, NULL, 0, &options, &single[i]));
+    }
+    int ended = -1;
+    for (int step = 0; ended < 0; step++) {
+        for (int i = 0; i < MANY; i++) {
+            random = random * 1664525 + 1013904223;
+            next[i] = (int32_t)(random >> 8) % 250 + 3;
+        }
+        OK(NVFP4_detokenizers_push(many, next, MANY, texts, step % 2 == 0 ? sizes : NULL, finishes));
+        for (int i = 0; i < MANY; i++) {
+            OK(NVFP4_detokenizer_push(single[i], next[i], &piece, &length, &finish));
+            CHECK(strcmp(texts[i], piece) == 0 && finishes[i] == finish && (step % 2 != 0 || sizes[i] == length));
+            if (finish != NVFP4_FINISH_NONE)
+                ended = i;
+        }
+    }
+    CHECK(ended == 0);
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_detokenizers_push(many, next, MANY, texts, sizes, finishes));
+    SAYS("detokenizers[0]: the sequence has ended");
+    OK(NVFP4_detokenizers_push(many + 1, next + 1, MANY - 1, texts, NULL, NULL));
+    for (int i = 1; i < MANY; i++) {
+        OK(NVFP4_detokenizer_push(single[i], next[i], &piece, &length, &finish));
+        CHECK(strcmp(texts[i - 1], piece) == 0);
+    }
+    for (int i = 0; i < MANY; i++) {
+        OK(NVFP4_detokenizer_release(many[i]));
+        OK(NVFP4_detokenizer_release(single[i]));
+    }
     OK(NVFP4_session_release(session));
 }
 

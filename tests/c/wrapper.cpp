@@ -621,6 +621,13 @@ void streams(const std::string &path)
         spelled += next.text;
         CHECK(next.finish == (i + 1 < 20 ? NVFP4_FINISH_NONE : NVFP4_FINISH_LENGTH));
     }
+    nvfp4::Detokenizer twin(model, {}, options), another(model, {}, options);
+    const std::vector<nvfp4::Detokenizer *> both{&twin, &another};
+    const std::vector<nvfp4::Detokenizer::Text> texts = nvfp4::Detokenizer::push(both, {tokens[prompt], 2});
+    CHECK(texts.size() == 2 && texts[0].finish == NVFP4_FINISH_NONE && expected.text.compare(0, texts[0].text.size(), texts[0].text) == 0);
+    const std::vector<nvfp4::Detokenizer *> same{&twin, &twin};
+    CHECK(status_of([&] { nvfp4::Detokenizer::push(same, {3, 4}); }) == NVFP4_INVALID_ARGUMENT);
+    CHECK(status_of([&] { nvfp4::Detokenizer::push(both, {3}); }) == NVFP4_INVALID_ARGUMENT);
     spelled += detokenizer.finish();
     CHECK(spelled == expected.text && status_of([&] { detokenizer.push(1); }) == NVFP4_INVALID_ARGUMENT);
 

@@ -860,6 +860,25 @@ static partial class Tests
         }
         Throws<ArgumentNullException>(() => new Detokenizer(null));
 
+        // Several at once.
+        using (Detokenizer first = new Detokenizer(reciter), second = new Detokenizer(reciter, Tokens(2)))
+        {
+            int[] sentence = reciter.Tokenizer.Encode(Sentence);
+            var both = new[] { first, second };
+            FinishReason[] finishes;
+            string text = Detokenizer.Push(both, new[] { sentence[0], sentence[0] }, out finishes)[0];
+            Check(finishes.All(finish => finish == FinishReason.None));
+            Throws<Nvfp4ArgumentException>(() => Detokenizer.Push(new[] { second, second }, sentence.Take(2).ToArray(), out finishes),
+                "detokenizers[0] and detokenizers[1] are the same");
+            Throws<ArgumentException>(() => Detokenizer.Push(both, sentence.Take(1).ToArray(), out finishes), "1 tokens for 2");
+            Throws<ArgumentNullException>(() => Detokenizer.Push(new[] { first, null }, sentence.Take(2).ToArray(), out finishes));
+            text += Detokenizer.Push(both, new[] { sentence[1], sentence[1] }, out finishes)[0];
+            Check(finishes[0] == FinishReason.None && finishes[1] == FinishReason.Length);
+            foreach (int token in sentence.Skip(2))
+                text += first.Push(token, out FinishReason finish);
+            Same(Sentence, text + first.Finish());
+        }
+
         // Many sessions in steps, each with a text of its own.
         using (Session one = new Session(reciter), two = new Session(reciter))
         using (Detokenizer first = new Detokenizer(reciter), second = new Detokenizer(reciter, Tokens(6)))

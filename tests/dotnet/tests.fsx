@@ -80,6 +80,8 @@ test "pipes of models and conversations" (fun () ->
         true
     chat.Chat("", TokenHandler note, adjusted |> Generate.frequencyPenalty 0.5f) |> ignore
     same [ for _ in 1..3 do yield! [ lead; bytes.[1] ] ] (List.ofSeq tokens)
+    use once = new Detokenizer(model)
+    same ([| "", FinishReason.None |] = Detokenizer.pushEach [ once ] [ lead ]) true
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""

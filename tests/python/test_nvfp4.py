@@ -1109,6 +1109,19 @@ class Models(unittest.TestCase):
                 more, ended = detokenizer.push(token)
                 text += more
         self.assertEqual((text + detokenizer.finish(), ended), ("漢", "stop_string"))
+        # Several at once.
+        both = [nvfp4.Detokenizer(self.reciter), nvfp4.Detokenizer(self.reciter, max_tokens=len(self.answer))]
+        given = [nvfp4.Detokenizer.push_each(both, [token, token]) for token in self.answer]
+        for which, ended in ((0, None), (1, "length")):
+            self.assertEqual("".join(pair[which][0] for pair in given) + both[which].finish(), TEXT)
+            self.assertEqual([pair[which][1] for pair in given], [None] * (len(given) - 1) + [ended])
+        self.assertEqual(nvfp4.Detokenizer.push_each([], []), [])
+        again = nvfp4.Detokenizer(self.reciter)
+        for detokenizers, says in (([again, again], "0. and detokenizers.1. are the same"), ([again, both[1]], "detokenizers.1.: the sequence has ended"),
+                                   ([again], "2 tokens for 1 detokenizers")):
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, says):
+                nvfp4.Detokenizer.push_each(detokenizers, self.answer[:2])
+        self.assertEqual("".join(again.push(token)[0] for token in self.answer) + again.finish(), TEXT)
         # In the middle of a character.
         detokenizer = nvfp4.Detokenizer(self.reciter, self.answer[:1])
         self.assertEqual("".join(detokenizer.push(token)[0] for token in self.answer[1:]), TEXT)

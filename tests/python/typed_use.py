@@ -68,6 +68,7 @@ def sessions() -> None:
     statuses: List[Optional[Type[nvfp4.Error]]] = []
     assert_type(nvfp4.step_sample([session], [1], temperature=0.0), List[int])
     assert_type(nvfp4.step_sample([session], [1], [how], statuses=statuses), List[Optional[int]])
+    assert_type(nvfp4.Detokenizer.push_each([nvfp4.Detokenizer(model)], (1,)), List[Tuple[str, Optional[Finish]]])
     text, finish = nvfp4.Detokenizer(model, stop="x").push(1)
     assert_type(finish, Optional[Finish])
 

@@ -101,6 +101,14 @@ module Model =
     /// The special tokens, and others with a role, in order of their ids.
     let specialTokens (model: Model) = model.Tokenizer.SpecialTokens() |> List.ofSeq
 
+/// Text of tokens as they come, for those who step many sequences.
+[<RequireQualifiedAccess>]
+module Detokenizer =
+    /// Adds a token to each of several detokenizers, in one call: the text that each completes, and what ends its sequence.
+    let pushEach (detokenizers: Detokenizer seq) (tokens: int seq) =
+        let texts, finishes = Detokenizer.Push(Seq.toArray detokenizers, Seq.toArray tokens)
+        Array.zip texts finishes
+
 /// Training of models.
 [<RequireQualifiedAccess>]
 module Train =

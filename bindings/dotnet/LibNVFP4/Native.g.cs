@@ -1980,6 +1980,17 @@ namespace LibNVFP4
         internal static extern int NVFP4_detokenizer_push(DetokenizerHandle detokenizer, int token, byte** text, UIntPtr* length,
             int* finish);
 
+        // Adds the next token to each of several detokenizers, in one call: the same results as a call of NVFP4_detokenizer_push() for
+        // each. The detokenizers may be of different models, and each is there once. If a call fails, none of them has changed, and no
+        // result is written.
+        //
+        // - `detokenizers`, `tokens`: `count` elements each.
+        // - `texts`: receives `count` texts, each valid until the next call with its detokenizer.
+        // - `lengths`, `finishes`: receive `count` elements each; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_detokenizers_push(IntPtr* detokenizers, int* tokens, UIntPtr count, byte** texts, UIntPtr* lengths,
+            int* finishes);
+
         // Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a stop
         // string there is none. An incomplete character gives no text: see NVFP4_detokenizer_create() for continuing it.
         //

@@ -2601,6 +2601,17 @@ FUNCTIONS: Tuple[Function, ...] = (
 
         - `length`, `finish`: may be NULL.
         """),
+    Function("detokenizers_push", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_detokenizers_push(NVFP4_Detokenizer *const *detokenizers, const int32_t *tokens, size_t count, const char **texts, size_t *lengths, int32_t *finishes)
+
+        Adds the next token to each of several detokenizers, in one call: the same results as a call of NVFP4_detokenizer_push() for each.
+        The detokenizers may be of different models, and each is there once. If a call fails, none of them has changed, and no result is
+        written.
+
+        - `detokenizers`, `tokens`: `count` elements each.
+        - `texts`: receives `count` texts, each valid until the next call with its detokenizer.
+        - `lengths`, `finishes`: receive `count` elements each; may be NULL.
+        """),
     Function("detokenizer_finish", (c_void_p, c_void_p, c_void_p), Status, """
         NVFP4_detokenizer_finish(NVFP4_Detokenizer *detokenizer, const char **text, size_t *length)
 

@@ -642,6 +642,19 @@ class Detokenizer(Handle):
         text = self._given(lib.detokenizer_push, token, finish=finish)
         return text, None if finish.value < 0 else chosen("finish", finish.value)
 
+    @staticmethod
+    def push_each(detokenizers, tokens):
+        """Pushes a token to each of several detokenizers, in one call: a list of what push() gives. If it fails, none has changed."""
+        tokens = _tokens(tokens)
+        count = len(tokens)
+        if len(detokenizers) != count:
+            raise InvalidArgument(f"{count} tokens for {len(detokenizers)} detokenizers")
+        handles = (ctypes.c_void_p * count)(*(one._as_parameter_ for one in detokenizers))
+        texts, lengths, finishes = (ctypes.c_void_p * count)(), (ctypes.c_size_t * count)(), (ctypes.c_int32 * count)()
+        lib.detokenizers_push(handles, tokens, count, texts, lengths, finishes)
+        return [(ctypes.string_at(text, length).decode(), None if finish < 0 else chosen("finish", finish))
+                for text, length, finish in zip(texts, lengths, finishes)]
+
     def finish(self):
         """Ends the sequence, and gives the text that was held back."""
         return self._given(lib.detokenizer_finish)
