@@ -27,6 +27,7 @@ class Group(NamedTuple):
     python: Optional[str]  # The Literal of types.py.
     summary: str
     hidden: Tuple[str, ...] = ()  # Names that the Literal lacks.
+    flags: bool = False  # Bits that are added up.
 
 
 GROUPS = (
@@ -44,6 +45,7 @@ GROUPS = (
     Group("COMPUTE_PATH", "ComputePath", "ComputePath", "Whether a weight is multiplied in 4 bits or decoded."),
     Group("FORMAT", "Format", "Format", "4-bit format of a weight.", ("none", "mixed")),
     Group("CONTAINER", "Container", "Container", "Output format of a conversion."),
+    Group("TOKEN_ROLE", "TokenRoles", "TokenRole", "Roles of special tokens.", flags=True),
     Group("KV", "KvType", "KvType", "Precision of cached keys and values."),
     Group("EVICTION", "Eviction", "Eviction", "Treatment of tokens that do not fit in a session."),
     Group("FINISH", "FinishReason", "Finish", "Why a generation ended.", ("none",)),
@@ -403,7 +405,8 @@ DOCS = {
     ("Part", "ToolCall"): 'A complete tool call as JSON, which <see cref="LibNVFP4.ToolCall.FromJson"/> reads.',
 }
 # Members that C does not have.
-MORE = {"Status": [("NotLoaded", -1, "The library could not be loaded, so that no call was made. The only status that is not the library's own.")]}
+MORE = {"Status": [("NotLoaded", -1, "The library could not be loaded, so that no call was made. The only status that is not the library's own.")],
+        "TokenRoles": [("None", 0, "None is known.")]}
 
 
 def member(name: str) -> str:
@@ -489,7 +492,8 @@ def dotnet_enums(header: Header) -> str:
     out = [GENERATED, "namespace LibNVFP4\n{\n"]
     for group, numbers in groups.items():
         out += [] if len(out) == 2 else ["\n"]
-        out += [xml_summary(group.summary, 4), f"    public enum {group.dotnet}\n    {{\n"]
+        attribute = "    [System.Flags]\n" if group.flags else ""
+        out += [xml_summary(group.summary, 4), attribute, f"    public enum {group.dotnet}\n    {{\n"]
         members = [(member(number.name), number.value, xml(number.doc, places, fields)) for number in numbers]
         for name, value, doc in sorted([*MORE.get(group.dotnet, []), *members], key=lambda one: one[1]):
             out += [xml_summary(DOCS.get((group.dotnet, name), doc), 8), f"        {name} = {value},\n"]

@@ -1274,6 +1274,8 @@ struct ChatOptions : NVFP4_ChatOptions {
     std::string variables_json;
     /** The tools that the model may call, as a JSON array; used instead of the pointer `tools`. */
     std::string tools_json;
+    /** A Jinja template in place of the model's own; used instead of the pointer `chat_template`. Empty for the model's. */
+    std::string template_text;
 };
 
 /** Not part of the interface. */
@@ -1287,12 +1289,30 @@ inline NVFP4_ChatOptions plain(const ChatOptions &options)
     plain.variables_length = options.variables_json.size();
     plain.tools = options.tools_json.data();
     plain.tools_length = options.tools_json.size();
+    plain.chat_template = options.template_text.data();
+    plain.chat_template_length = options.template_text.size();
     return plain;
 }
 
 } // namespace detail
 
 struct GenerateOptions;
+
+/** The bytes that a token adds to a text. */
+struct TokenBytes {
+    /** Bytes of UTF-8, possibly a part of a character. */
+    std::string bytes;
+    /** Whether the token is special, so that its bytes are a name and no text. */
+    bool is_special;
+};
+
+/** A special token, or another one with a role. */
+struct SpecialToken {
+    std::int32_t token;
+    /** The sum of its NVFP4_TOKEN_ROLE_*. */
+    std::int32_t roles;
+    std::string name;
+};
 
 /** A loaded model: weights, tokenizer and chat template. */
 class Model : public detail::Handle<NVFP4_Model, NVFP4_model_retain, NVFP4_model_release> {
@@ -1402,6 +1422,30 @@ public:
         return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
             return NVFP4_model_detokenize(get(), tokens.data(), tokens.size(), skip_special, buffer, capacity, length);
         });
+    }
+    /** The bytes that a token adds to a text, or the name of a special token. */
+    Result<TokenBytes> token_bytes(std::int32_t token) const
+    {
+        TokenBytes out{{}, false};
+        std::int32_t is_special = 0;
+        const NVFP4_Status status = detail::copy(out.bytes, [&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_model_token_bytes(get(), token, reinterpret_cast<std::uint8_t *>(buffer), capacity, length, &is_special);
+        });
+        out.is_special = is_special != 0;
+        return detail::result(status, std::move(out));
+    }
+    /** The special tokens, and others with a role, in order of their ids. */
+    Result<std::vector<SpecialToken>> special_tokens() const
+    {
+        std::vector<NVFP4_SpecialToken> plain;
+        const NVFP4_Status status = detail::copy(plain, [&](NVFP4_SpecialToken *buffer, std::size_t capacity, std::size_t *count) {
+            return NVFP4_model_special_tokens(get(), buffer, sizeof(NVFP4_SpecialToken), capacity, count);
+        });
+        std::vector<SpecialToken> out;
+        out.reserve(plain.size());
+        for (const NVFP4_SpecialToken &one : plain)
+            out.push_back({one.token, one.roles, std::string(one.name, one.name_length)});
+        return detail::result(status, std::move(out));
     }
     /** A conversation rendered by the model's chat template. */
     Result<std::string> render_chat(Span<Message> messages, bool add_generation_prompt = true) const
@@ -2823,6 +2867,28 @@ public:
         Text out{{}, NVFP4_FINISH_NONE};
         const NVFP4_Status status = NVFP4_detokenizer_push(get(), token, &text, &length, &out.finish);
         out.text = std::string_view(text, length);
+        return detail::result(status, std::move(out));
+    }
+    /** Adds a token to each of several detokenizers, which are distinct, in one call; none has changed if it fails. */
+    static Result<std::vector<Text>> push(Span<Detokenizer *> detokenizers, Span<std::int32_t> tokens)
+    {
+        const std::size_t count = detokenizers.size();
+        if (count != tokens.size())
+            return detail::failure<std::vector<Text>>(
+                Error(NVFP4_INVALID_ARGUMENT, std::to_string(tokens.size()) + " tokens for " + std::to_string(count) + " detokenizers"));
+        std::vector<NVFP4_Detokenizer *> plain;
+        plain.reserve(count);
+        for (Detokenizer *one : detokenizers)
+            plain.push_back(one->get());
+        std::vector<const char *> texts(count);
+        std::vector<std::size_t> lengths(count);
+        std::vector<std::int32_t> finishes(count);
+        const NVFP4_Status status =
+            NVFP4_detokenizers_push(plain.data(), tokens.data(), count, texts.data(), lengths.data(), finishes.data());
+        std::vector<Text> out;
+        out.reserve(count);
+        for (std::size_t i = 0; i < count; i++)
+            out.push_back({std::string_view(texts[i], lengths[i]), finishes[i]});
         return detail::result(status, std::move(out));
     }
     /** Ends the sequence, and returns the text that was held back. */

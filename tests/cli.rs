@@ -1081,6 +1081,61 @@ fn a_template_that_is_missing_or_broken_is_told() {
 }
 
 #[test]
+fn another_template_takes_the_place_of_the_models() {
+    let scratch = Scratch::new("other-template");
+    let other = scratch.file("other.jinja", b"{{ messages[0].content }} and {{ style }}");
+    let tokens = |more: &[&str]| {
+        let run = ["run", "--model", MODEL, "--max-tokens", "1"];
+        json(&[&run, more].concat())["prompt_tokens"].clone()
+    };
+    let given = [
+        "--prompt",
+        "abcd",
+        "--chat-template",
+        &other,
+        "--set",
+        "style=x",
+    ];
+    assert_eq!(tokens(&given), tokens(&["--raw", "--prompt", "abcd and x"]));
+    let (_, warned) = chat(
+        &[
+            "--model",
+            MODEL,
+            "--chat-template",
+            &other,
+            "--set",
+            "mood=x",
+        ],
+        &["/exit"],
+    );
+    assert!(warned.contains("never reads 'mood'"), "{warned}");
+    let broken = scratch.file("broken.jinja", b"\n\n{% for %}");
+    let said = failure(&[
+        "run",
+        "--model",
+        MODEL,
+        "--prompt",
+        "x",
+        "--chat-template",
+        &broken,
+    ]);
+    assert!(
+        said.contains("broken.jinja") && said.contains("(line 3)"),
+        "{said}"
+    );
+    let said = failure(&[
+        "run",
+        "--model",
+        MODEL,
+        "--prompt",
+        "x",
+        "--chat-template",
+        "/nowhere",
+    ]);
+    assert!(said.contains("/nowhere"), "{said}");
+}
+
+#[test]
 fn tools_are_called_and_their_results_given() {
     let scratch = Scratch::new("tools");
     let model = thinker(&scratch);

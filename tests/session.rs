@@ -29,8 +29,8 @@ use NVFP4::base::{Error, ErrorKind};
 use NVFP4::engine::Served;
 use NVFP4::model::{Activations, KvType, LoadOptions};
 use NVFP4::session::{
-    Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions, Session,
-    SessionOptions, Transcript, step,
+    ChatOptions, Eviction, Finish, GenerateOptions, Generation, Piece, Sampler, SamplingOptions,
+    Session, SessionOptions, Transcript, step,
 };
 use NVFP4::text::{Detokenizer, Message};
 use common::{
@@ -1116,6 +1116,60 @@ fn templates_that_change_what_was_said() {
         "no roles today",
         |s| s.chat("x", None, &drawn(1), &mut go),
     );
+}
+
+#[test]
+fn a_template_of_the_host_takes_the_place_of_the_models() {
+    let (_dir, model) = templated("own", CHATML);
+    let source = CHATML.replace("m.content", "m.content | upper");
+    let given = ChatOptions {
+        template: Some(source.clone()),
+        ..ChatOptions::default()
+    };
+    let text = |session: &Session| completed(&model, session.tokens());
+    let mut session = self::session(&model);
+    chat(&mut session, "Hi", 2);
+    let first = session.len();
+    session
+        .chat("you", Some(&given), &drawn(2), &mut go)
+        .unwrap();
+    assert!(text(&session).contains("user\nHI") && text(&session).contains("user\nYOU"));
+    // Back to the model's own: the same tokens as ever.
+    let own = ChatOptions::default();
+    let mut ever = self::session(&model);
+    chat(&mut ever, "Hi", 2);
+    assert_eq!(ever.len(), first);
+
+    // Session files keep it, and turns without options go on with it.
+    let path = Copy::of("qwen3_tied", "host-template");
+    let file = path.0.join("session");
+    session.save(&file).unwrap();
+    let mut restored = Session::restore(model.clone(), &file).unwrap();
+    for session in [&mut session, &mut restored] {
+        chat(session, "more", 0);
+        assert!(text(session).contains("user\nMORE"));
+        session
+            .chat("back", Some(&own), &drawn(0), &mut go)
+            .unwrap();
+        assert!(text(session).contains("user\nback") && !text(session).contains("MORE"));
+    }
+
+    // Its ends of answers are stop tokens of its turns; the model's own are not its.
+    let ends = |source: &str| model.chat_text(Some(source)).unwrap().ends().to_vec();
+    assert!(ends(&source).contains(&2));
+    assert!(ends("{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}").contains(&1));
+    assert!(model.chat_text(None).unwrap().ends().is_empty());
+    let stopping = "{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}";
+    let ending = ChatOptions {
+        template: Some(stopping.to_owned()),
+        ..ChatOptions::default()
+    };
+    let mut session = self::session(&model);
+    let mut options = drawn(200);
+    options.ignore_model_stops = false;
+    options.adjustments.bias = vec![(1, 1e6)];
+    let answer = session.chat("a", Some(&ending), &options, &mut go).unwrap();
+    assert_eq!((answer.finish, answer.tokens.len()), (Finish::Stop, 0));
 }
 
 #[test]

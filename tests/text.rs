@@ -6,9 +6,12 @@ mod answers;
 mod common;
 #[path = "text/prompt.rs"]
 mod prompt;
+#[path = "text/special.rs"]
+mod special;
 #[path = "text/turn_ends.rs"]
 mod turn_ends;
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -390,6 +393,81 @@ fn texts_without_names_of_special_tokens_are_encoded_as_ever() {
             assert_eq!(parts, whole.unwrap(), "{name}: {sample:?}");
         }
     }
+}
+
+/// The bytes of the tokens of any text are the text, with a space before each part between special tokens where a sentencepiece tokenizer
+/// writes one.
+#[test]
+fn the_bytes_of_the_tokens_of_a_text_are_the_text() {
+    let mut tokenizers = plain_tokenizers(&json("plain.json"));
+    tokenizers.retain(|(name, ..)| name != "byte level");
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/model");
+    let files = [
+        golden("tokenizer.json"),
+        models.join("qwen3_tied/tokenizer.json"),
+    ]
+    .map(|path| {
+        let mut file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        // Composed characters are other text.
+        file["normalizer"] = Value::Null;
+        let tokenizer = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
+        (path.display().to_string(), tokenizer)
+    });
+    let byte_level = ["gpt-2", "smollm", "llama-bpe", "tekken", "gpt-4o"].map(|pre| {
+        let tokenizer = Tokenizer::from_vocabulary(&vocabulary(pre)).unwrap();
+        (pre.to_owned(), tokenizer)
+    });
+    for (name, tokenizer) in files.into_iter().chain(byte_level) {
+        tokenizers.push((name, tokenizer, ["<|im_start|>", "<|im_end|>"]));
+    }
+    let has_spaces = |name: &str| ["prepend", "first", "always"].contains(&name);
+    let (spaces, divided, special) = (Cell::new(0), Cell::new(0), Cell::new(0));
+    let part = proptest::prop_oneof![
+        ".{0,5}",
+        "[ a-z\u{300}-\u{304}あ-ん\u{1f600}-\u{1f640}\n\0]{0,8}",
+        proptest::strategy::Just("KNOWN".to_owned()),
+        proptest::strategy::Just("<0x41>".to_owned()),
+    ];
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let checked = runner.run(&proptest::collection::vec(part, 0..6), |parts| {
+        for (name, tokenizer, [mark, _]) in &tokenizers {
+            let parts = parts.iter().map(|part| match &**part {
+                "KNOWN" => (*mark).to_owned(),
+                // Sentencepiece writes spaces by this character, which therefore comes back as one.
+                part => part.replace('\u{2581}', " "),
+            });
+            let text: String = parts.collect();
+            let tokens = tokenizer.encode(&text, false).unwrap();
+            let mut found = vec![Vec::new()];
+            for &token in &tokens {
+                let bytes = tokenizer.bytes_of(token).unwrap();
+                if tokenizer.is_special(token) {
+                    assert_eq!(bytes, mark.as_bytes(), "{name}: {text:?}");
+                    special.set(special.get() + 1);
+                    found.push(Vec::new());
+                } else {
+                    divided.set(divided.get() + u32::from(str::from_utf8(bytes).is_err()));
+                    found.last_mut().unwrap().extend_from_slice(bytes);
+                }
+            }
+            let wanted: Vec<&str> = text.split(mark).collect();
+            assert_eq!(found.len(), wanted.len(), "{name}: {text:?}");
+            for (found, wanted) in found.iter().zip(wanted) {
+                let is_same = found == wanted.as_bytes();
+                let is_after_space =
+                    has_spaces(name) && found.strip_prefix(b" ") == Some(wanted.as_bytes());
+                assert!(
+                    is_same || is_after_space,
+                    "{name}: {found:?} for {wanted:?} of {text:?}"
+                );
+                spaces.set(spaces.get() + u32::from(!is_same));
+            }
+        }
+        Ok(())
+    });
+    checked.unwrap();
+    let seen = [spaces, divided, special].map(|count| count.get());
+    assert!(seen.iter().all(|&count| count > 100), "{seen:?}");
 }
 
 /// The tokens around every text stand around plain text too, by either engine.

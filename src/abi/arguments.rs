@@ -324,10 +324,15 @@ pub(super) unsafe trait Element: Copy {
     fn defaults() -> Self;
 }
 
+/// Refuses a size of an element that no version has.
+fn check_element_size<T: Element>(name: &str, size: usize) -> Result<()> {
+    let what = format_args!("the size of an element of {name}");
+    check_size::<T>(T::NAME, what, size, T::EARLIER)
+}
+
 /// Refuses an array of structs whose elements have a size that no version has, and one that cannot be there.
 fn check_elements<T: Element>(name: &str, data: *const T, len: usize, size: usize) -> Result<()> {
-    let what = format_args!("the size of an element of {name}");
-    check_size::<T>(T::NAME, what, size, T::EARLIER)?;
+    check_element_size::<T>(name, size)?;
     check_array(name, data, len)
 }
 
@@ -385,6 +390,37 @@ pub(super) unsafe fn elements_out<T: Element>(
             write_known(&value, place, size);
         }
     })
+}
+
+/// Copies an array of structs to C, whose elements have `size` bytes, as [`copy_items`] does.
+///
+/// # Safety
+/// `data`, unless NULL, must be writable for `capacity` elements of that size, and `count`, unless NULL, for a `usize`.
+pub(super) unsafe fn copy_elements<T: Element>(
+    name: &str,
+    items: &[T],
+    data: *mut T,
+    size: usize,
+    capacity: usize,
+    count: *mut usize,
+) -> Result<()> {
+    check_element_size::<T>(name, size)?;
+    // SAFETY: promised by the caller.
+    unsafe { Out::new("count", count) }?.set(items.len());
+    if data.is_null() && capacity == 0 {
+        return Ok(());
+    }
+    // SAFETY: as above.
+    let mut put = unsafe { elements_out(name, data, capacity, size) }?;
+    if items.len() > capacity {
+        bail!(
+            BufferTooSmall,
+            "{name} has room for {capacity}, and {} are needed",
+            items.len()
+        );
+    }
+    items.iter().enumerate().for_each(|(i, &item)| put(i, item));
+    Ok(())
 }
 
 /// Options from C. NULL means the defaults, fields beyond the caller's size have their defaults, and fields beyond ours must be zero.

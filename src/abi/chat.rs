@@ -9,6 +9,9 @@
 //! tokens in the session is kept in the cache, and only the rest is run. So regenerating an answer, changing an earlier
 //! message or the system prompt, and passing the results of tools are turns like any other. Names of special tokens within
 //! messages are treated as plain text.
+//!
+//! A turn may take another template than the one before: the whole conversation is rendered by it, and again the longest common prefix of
+//! tokens is kept, often none. With `keep_reasoning` the tokens in the session stay, and the other template writes only what follows them.
 
 use std::ffi::c_char;
 use std::ffi::c_void;
@@ -46,7 +49,7 @@ pub struct NVFP4_ChatOptions {
     /// that the model's maker provides for this, and the answer follows. No effect on models without reasoning. Default:
     /// -1.
     pub reasoning_budget: i64,
-    /// Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
+    /// Variables of the chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
     /// variable that the template never reads has no effect, and is logged as a warning. Default: NULL.
     pub variables: *const c_char,
     /// Bytes of `variables`.
@@ -57,11 +60,19 @@ pub struct NVFP4_ChatOptions {
     pub tools: *const c_char,
     /// Bytes of `tools`.
     pub tools_length: usize,
+    /// A Jinja template in UTF-8 that renders the conversation in place of the model's own, or NULL for that. Reasoning, tool calls and
+    /// the ends of answers are recognised by it as they are by the model's. #NVFP4_INVALID_ARGUMENT names the line of one that does not
+    /// compile, or fails. The model keeps the 16 that were used last compiled. A conversation may go on with another one: see the beginning
+    /// of this chapter. Default: NULL.
+    pub chat_template: *const c_char,
+    /// Bytes of `chat_template`.
+    pub chat_template_length: usize,
 }
 
 // SAFETY: integers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_ChatOptions {
     const NAME: &'static str = "NVFP4_ChatOptions";
+    const EARLIER: &'static [usize] = &[48];
     fn defaults() -> Self {
         NVFP4_ChatOptions {
             struct_size: size_of::<Self>() as u32,
@@ -71,6 +82,8 @@ unsafe impl Growing for NVFP4_ChatOptions {
             variables_length: 0,
             tools: std::ptr::null(),
             tools_length: 0,
+            chat_template: std::ptr::null(),
+            chat_template_length: 0,
         }
     }
 }
@@ -87,13 +100,19 @@ impl NVFP4_ChatOptions {
         // SAFETY: promised by the caller.
         let chat = unsafe { options(chat) }?;
         // SAFETY: as above.
-        let (variables, tools) = unsafe {
+        let (variables, tools, template) = unsafe {
+            let (template, length) = (chat.chat_template, chat.chat_template_length);
             (
                 text("variables", chat.variables, chat.variables_length)?,
                 text("tools", chat.tools, chat.tools_length)?,
+                text("chat_template", template, length)?,
             )
         };
         Ok(Some(ChatOptions {
+            template: match template.is_empty() {
+                true => None,
+                false => Some(copied(template)?),
+            },
             variables: match variables.is_empty() {
                 true => Map::new(),
                 false => variables_from_json(variables)?,

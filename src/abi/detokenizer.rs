@@ -7,7 +7,7 @@
 use std::ffi::c_char;
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
-use super::arguments::{Out, options, slice};
+use super::arguments::{Out, options, slice, slice_mut};
 use super::guard::{enter, enter_to_free};
 use super::handle::{self, Object};
 use super::model::{NVFP4_Model, tokens_in};
@@ -15,7 +15,9 @@ use super::session::{
     NVFP4_FINISH_CANCELLED, NVFP4_FINISH_NONE, NVFP4_GenerateOptions, finish_number,
 };
 use super::status::NVFP4_Status;
+use crate::base::Error;
 use crate::base::error::{Result, bail};
+use crate::base::memory::with_room;
 use crate::engine::Served;
 use crate::session::Transcript;
 
@@ -29,6 +31,33 @@ struct State {
     /// The text returned by the last call.
     text: String,
     finish: i32,
+}
+
+impl State {
+    /// Refuses a token that the sequence cannot take.
+    fn check(&self, token: u32) -> Result<()> {
+        if self.finish != NVFP4_FINISH_NONE {
+            bail!(
+                InvalidArgument,
+                "the sequence has ended, and takes no token; make another detokenizer for what follows"
+            );
+        }
+        self.transcript.check(token)
+    }
+
+    /// Adds a token that was checked.
+    fn push(&mut self, token: u32) {
+        let (piece, ended) = self.transcript.push(token);
+        self.text.clear();
+        self.text.push_str(piece);
+        self.finish = ended.map_or(NVFP4_FINISH_NONE, finish_number);
+    }
+
+    /// The text with a NUL after it, which becomes a part of it.
+    fn text_for_c(&mut self) -> *const c_char {
+        self.text.push('\0');
+        self.text.as_ptr().cast()
+    }
 }
 
 struct Detokenizer(Mutex<State>);
@@ -110,26 +139,99 @@ pub unsafe extern "C-unwind" fn NVFP4_detokenizer_push(
         // SAFETY: the pointers are as the header asks.
         unsafe {
             give(detokenizer, text, length, finish, |state| {
-                if state.finish != NVFP4_FINISH_NONE {
-                    bail!(
-                        InvalidArgument,
-                        "the sequence has ended, and takes no token; make another detokenizer for what follows"
-                    );
-                }
-                let State {
-                    transcript,
-                    text,
-                    finish,
-                } = state;
-                transcript.check(token)?;
-                let (piece, ended) = transcript.push(token);
-                text.clear();
-                text.push_str(piece);
-                *finish = ended.map_or(NVFP4_FINISH_NONE, finish_number);
+                state.check(token)?;
+                state.push(token);
                 Ok(())
             })
         }
     })
+}
+
+/// Adds the next token to each of several detokenizers, in one call: the same results as a call of NVFP4_detokenizer_push() for each. The
+/// detokenizers may be of different models, and each is there once. If a call fails, none of them has changed, and no result is written.
+///
+/// - `detokenizers`, `tokens`: `count` elements each.
+/// - `texts`: receives `count` texts, each valid until the next call with its detokenizer.
+/// - `lengths`, `finishes`: receive `count` elements each; may be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_detokenizers_push(
+    detokenizers: *const *mut NVFP4_Detokenizer,
+    tokens: *const i32,
+    count: usize,
+    texts: *mut *const c_char,
+    lengths: *mut usize,
+    finishes: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_detokenizers_push", || {
+        // SAFETY: the pointers are as the header asks.
+        let (handles, tokens, texts, lengths, finishes) = unsafe {
+            (
+                slice("detokenizers", detokenizers, count)?,
+                tokens_in(slice("tokens", tokens, count)?)?,
+                slice_mut("texts", texts, count)?,
+                optional("lengths", lengths, count)?,
+                optional("finishes", finishes, count)?,
+            )
+        };
+        let named = |i: usize| move |e: Error| e.within(format_args!("detokenizers[{i}]"));
+        let objects = handles.iter().enumerate();
+        let objects = objects
+            .map(|(i, &one)| handle::get::<Detokenizer>("detokenizer", one).map_err(named(i)))
+            .collect::<Result<Vec<_>>>()?;
+        check_distinct(handles)?;
+        let mut states = with_room(count)?;
+        for (i, object) in objects.iter().enumerate() {
+            let state = object.state().and_then(|state| {
+                state.check(tokens[i])?;
+                Ok(state)
+            });
+            states.push(state.map_err(named(i))?);
+        }
+        for (state, &token) in states.iter_mut().zip(&tokens) {
+            state.push(token);
+        }
+        for (state, text) in states.iter_mut().zip(texts) {
+            *text = state.text_for_c();
+        }
+        for (state, length) in states.iter().zip(lengths) {
+            *length = state.text.len() - 1;
+        }
+        for (state, finish) in states.iter().zip(finishes) {
+            *finish = state.finish;
+        }
+        Ok(())
+    })
+}
+
+/// An array from C for results, or an empty one for NULL.
+///
+/// # Safety
+/// As for [`slice_mut`].
+unsafe fn optional<'a, T>(name: &str, data: *mut T, len: usize) -> Result<&'a mut [T]> {
+    match data.is_null() {
+        true => Ok(&mut []),
+        // SAFETY: promised by the caller.
+        false => unsafe { slice_mut(name, data, len) },
+    }
+}
+
+/// Refuses a detokenizer that is there twice.
+fn check_distinct(handles: &[*mut NVFP4_Detokenizer]) -> Result<()> {
+    let mut order: Vec<usize> = with_room(handles.len())?;
+    order.extend(0..handles.len());
+    order.sort_by_key(|&i| handles[i].addr());
+    match order
+        .windows(2)
+        .find(|two| handles[two[0]] == handles[two[1]])
+    {
+        Some(two) => bail!(
+            InvalidArgument,
+            "detokenizers[{}] and detokenizers[{}] are the same; each takes one token a call",
+            two[0],
+            two[1]
+        ),
+        None => Ok(()),
+    }
 }
 
 /// Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a
@@ -178,9 +280,8 @@ unsafe fn give(
     let object = handle::get::<Detokenizer>("detokenizer", detokenizer)?;
     let mut state = object.state()?;
     change(&mut state)?;
-    let bytes = state.text.len();
-    state.text.push('\0');
-    out.set(state.text.as_ptr().cast());
+    out.set(state.text_for_c());
+    let bytes = state.text.len() - 1;
     // SAFETY: promised by the caller.
     unsafe {
         if let Some(length) = length.as_mut() {

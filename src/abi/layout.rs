@@ -12,6 +12,7 @@ use super::grammar::NVFP4_GrammarOptions;
 use super::linear::NVFP4_WeightOptions;
 use super::model::{
     NVFP4_LoadOptions, NVFP4_Message, NVFP4_ModelStatistics, NVFP4_Plan, NVFP4_PlanOptions,
+    NVFP4_SpecialToken,
 };
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
@@ -54,6 +55,7 @@ layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
+layout!(NVFP4_SpecialToken, 24, token: 0, roles: 4, name: 8, name_length: 16);
 layout!(NVFP4_SessionOptions, 56, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
     system_length: 40, drop: 48);
 layout!(NVFP4_GenerateOptions, 200, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
@@ -85,8 +87,8 @@ layout!(NVFP4_StepReport, 64, struct_size: 0, outcome: 4, step: 8, targets: 16, 
 layout!(NVFP4_OptimizerOptions, 24, struct_size: 0, weights: 4, first_moments: 8, second_moments: 12, fresh_scales: 16, reserved: 20);
 layout!(NVFP4_StepOptions, 64, struct_size: 0, gradient_scale: 4, rate: 8, beta1: 16, beta2: 24, eps: 32, weight_decay: 40, seed: 48,
     tensor: 56);
-layout!(NVFP4_ChatOptions, 48, struct_size: 0, keep_reasoning: 4, reasoning_budget: 8, variables: 16, variables_length: 24, tools: 32,
-    tools_length: 40);
+layout!(NVFP4_ChatOptions, 64, struct_size: 0, keep_reasoning: 4, reasoning_budget: 8, variables: 16, variables_length: 24, tools: 32,
+    tools_length: 40, chat_template: 48, chat_template_length: 56);
 
 #[cfg(test)]
 mod tests {
@@ -205,5 +207,6 @@ mod tests {
         grows_in_arrays::<NVFP4_Message>();
         grows_in_arrays::<NVFP4_MicroBatch>();
         grows_in_arrays::<NVFP4_NamedTensor>();
+        grows_in_arrays::<NVFP4_SpecialToken>();
     }
 }

@@ -9,8 +9,8 @@ use std::path::Path;
 use serde_json::json;
 
 use super::arguments::{
-    self, Element, Growing, Out, choice, copy_items, copy_text, elements, fill, flag, options,
-    results, slice, text,
+    self, Element, Growing, Out, choice, copy_elements, copy_items, copy_text, elements, fill,
+    flag, options, results, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -31,7 +31,7 @@ use crate::engine::capacity::{self, Plan, PlanOptions};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::model::placement::{self, Requirements};
 use crate::model::{Activations, Device, KvType, LoadOptions};
-use crate::text::Message;
+use crate::text::{Message, SpecialToken, TokenRole};
 
 /// A loaded model. See the model chapter.
 pub struct NVFP4_Model {
@@ -224,6 +224,85 @@ unsafe impl Element for NVFP4_Message {
             content: std::ptr::null(),
             content_length: 0,
         }
+    }
+}
+
+/// It begins a text, as the model's files say: BOS.
+pub const NVFP4_TOKEN_ROLE_BEGINS_TEXT: i32 = 0x1;
+/// It ends a text: EOS.
+pub const NVFP4_TOKEN_ROLE_ENDS_TEXT: i32 = 0x2;
+/// NVFP4_model_tokenize() with `add_special` adds it before or after a text.
+pub const NVFP4_TOKEN_ROLE_ADDED: i32 = 0x4;
+/// It ends a generation, unless `ignore_model_stops` is set: a stop token of the model.
+pub const NVFP4_TOKEN_ROLE_ENDS_GENERATION: i32 = 0x8;
+/// It fills rows of a batch in training: padding.
+pub const NVFP4_TOKEN_ROLE_PADDING: i32 = 0x10;
+/// It stands for text that the vocabulary cannot spell.
+pub const NVFP4_TOKEN_ROLE_UNKNOWN: i32 = 0x20;
+/// It stands between two texts: SEP.
+pub const NVFP4_TOKEN_ROLE_SEPARATOR: i32 = 0x40;
+/// It stands for a whole text in classification: CLS.
+pub const NVFP4_TOKEN_ROLE_CLASSIFICATION: i32 = 0x80;
+/// It stands for a token that is to be guessed: MASK.
+pub const NVFP4_TOKEN_ROLE_MASK: i32 = 0x100;
+/// It begins the reasoning of an answer.
+pub const NVFP4_TOKEN_ROLE_BEGINS_REASONING: i32 = 0x200;
+/// It ends the reasoning of an answer.
+pub const NVFP4_TOKEN_ROLE_ENDS_REASONING: i32 = 0x400;
+/// It begins a tool call, or several.
+pub const NVFP4_TOKEN_ROLE_BEGINS_TOOL_CALL: i32 = 0x800;
+/// It ends a tool call, or several.
+pub const NVFP4_TOKEN_ROLE_ENDS_TOOL_CALL: i32 = 0x1000;
+/// It begins a turn of a conversation: the first special token that the chat template writes for a message.
+pub const NVFP4_TOKEN_ROLE_BEGINS_TURN: i32 = 0x2000;
+/// It ends an answer: the chat template writes it after one, or it is known by its name.
+pub const NVFP4_TOKEN_ROLE_ENDS_TURN: i32 = 0x4000;
+
+/// A special token, or another one with a role. Later versions may add fields at the end: functions that take an array of these also take
+/// the size of an element.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct NVFP4_SpecialToken {
+    /// The id.
+    pub token: i32,
+    /// The sum of its NVFP4_TOKEN_ROLE_*; 0 if none is known.
+    pub roles: i32,
+    /// Its name, the bytes that NVFP4_model_token_bytes() gives, without a NUL after them. Valid as long as the model has a reference.
+    pub name: *const c_char,
+    /// Bytes of `name`.
+    pub name_length: usize,
+}
+
+// SAFETY: integers, a pointer and a size without padding.
+unsafe impl Element for NVFP4_SpecialToken {
+    const NAME: &'static str = "NVFP4_SpecialToken";
+    fn defaults() -> Self {
+        NVFP4_SpecialToken {
+            token: 0,
+            roles: 0,
+            name: std::ptr::null(),
+            name_length: 0,
+        }
+    }
+}
+
+fn role_number(role: TokenRole) -> i32 {
+    match role {
+        TokenRole::BeginsText => NVFP4_TOKEN_ROLE_BEGINS_TEXT,
+        TokenRole::EndsText => NVFP4_TOKEN_ROLE_ENDS_TEXT,
+        TokenRole::Added => NVFP4_TOKEN_ROLE_ADDED,
+        TokenRole::EndsGeneration => NVFP4_TOKEN_ROLE_ENDS_GENERATION,
+        TokenRole::Padding => NVFP4_TOKEN_ROLE_PADDING,
+        TokenRole::Unknown => NVFP4_TOKEN_ROLE_UNKNOWN,
+        TokenRole::Separator => NVFP4_TOKEN_ROLE_SEPARATOR,
+        TokenRole::Classification => NVFP4_TOKEN_ROLE_CLASSIFICATION,
+        TokenRole::Mask => NVFP4_TOKEN_ROLE_MASK,
+        TokenRole::BeginsReasoning => NVFP4_TOKEN_ROLE_BEGINS_REASONING,
+        TokenRole::EndsReasoning => NVFP4_TOKEN_ROLE_ENDS_REASONING,
+        TokenRole::BeginsToolCall => NVFP4_TOKEN_ROLE_BEGINS_TOOL_CALL,
+        TokenRole::EndsToolCall => NVFP4_TOKEN_ROLE_ENDS_TOOL_CALL,
+        TokenRole::BeginsTurn => NVFP4_TOKEN_ROLE_BEGINS_TURN,
+        TokenRole::EndsTurn => NVFP4_TOKEN_ROLE_ENDS_TURN,
     }
 }
 
@@ -747,6 +826,18 @@ pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
     Ok(ids)
 }
 
+/// Checks the sign of a token id of `model` from C.
+fn token_in(token: i32, model: &Served) -> Result<u32> {
+    match u32::try_from(token) {
+        Ok(token) => Ok(token),
+        Err(_) => bail!(
+            InvalidArgument,
+            "the token is {token}; the ids of the model are 0 to {}",
+            model.token_ids()? - 1
+        ),
+    }
+}
+
 /// Converts token ids for C.
 pub(super) fn tokens_out(tokens: &[u32]) -> Result<Vec<i32>> {
     let mut ids = with_room(tokens.len())?;
@@ -884,6 +975,69 @@ pub unsafe extern "C-unwind" fn NVFP4_model_detokenize(
             let result = unsafe { copy_text(text, buffer, capacity, length) };
             (text.len() <= capacity, result)
         })
+    })
+}
+
+/// Writes the bytes that a token adds to a text. They may be a part of a character. The bytes of all tokens of a text, one after the other, are
+/// that text, as the tokenizer's normalizer has changed it: a sentencepiece tokenizer writes a space before the first word, which
+/// NVFP4_model_detokenize() leaves out again, and others compose characters (NFC). Text that the vocabulary cannot spell is lost: its token is
+/// the special one for unknown text. A special token has the bytes of its name. Ids in the model's vocabulary that its tokenizer lacks have
+/// none; for ids that neither has, #NVFP4_INVALID_ARGUMENT names the range.
+///
+/// - `buffer`, `capacity`, `length`: see ARRAYS OUT above.
+/// - `is_special`: 1 if the token is special, so that its bytes are a name and no text, else 0. May be NULL.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_model_token_bytes(
+    model: *const NVFP4_Model,
+    token: i32,
+    buffer: *mut u8,
+    capacity: usize,
+    length: *mut usize,
+    is_special: *mut i32,
+) -> NVFP4_Status {
+    enter("NVFP4_model_token_bytes", || {
+        let object = handle::get::<Served>("model", model)?;
+        let token = token_in(token, &object)?;
+        let bytes = object.token_bytes(token)?;
+        if !is_special.is_null() {
+            // SAFETY: the pointer is as the header asks.
+            let out = unsafe { Out::new("is_special", is_special) }?;
+            out.set(object.tokenizer()?.is_special(token).into());
+        }
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_items(bytes, buffer, capacity, length) }
+    })
+}
+
+/// Writes the special tokens of a model, and other tokens that have a role, in order of their ids: those that its tokenizer marks as special;
+/// those that `tokenizer_config.json`, `special_tokens_map.json`, the config or GGUF metadata name; stop tokens; and the marks of reasoning,
+/// tool calls and turns that the library recognises by the chat template, as far as each is one token.
+///
+/// - `tokens`: room for `capacity` elements of `token_size` bytes: sizeof(NVFP4_SpecialToken).
+/// - `count`: see ARRAYS OUT above.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn NVFP4_model_special_tokens(
+    model: *const NVFP4_Model,
+    tokens: *mut NVFP4_SpecialToken,
+    token_size: usize,
+    capacity: usize,
+    count: *mut usize,
+) -> NVFP4_Status {
+    enter("NVFP4_model_special_tokens", || {
+        let object = handle::get::<Served>("model", model)?;
+        let found = object.special_tokens()?;
+        let element = |special: &SpecialToken| {
+            let name = object.token_bytes(special.token).unwrap_or_default();
+            Ok(NVFP4_SpecialToken {
+                token: token_out(special.token)?,
+                roles: special.roles.iter().copied().map(role_number).sum(),
+                name: name.as_ptr().cast(),
+                name_length: name.len(),
+            })
+        };
+        let elements = found.iter().map(element).collect::<Result<Vec<_>>>()?;
+        // SAFETY: the pointers are as the header asks.
+        unsafe { copy_elements("tokens", &elements, tokens, token_size, capacity, count) }
     })
 }
 

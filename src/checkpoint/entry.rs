@@ -226,6 +226,12 @@ pub struct Vocabulary {
 pub struct RareEntries {
     /// Further tokens that end a turn, a message or a sequence.
     pub ends: Vec<u32>,
+    /// Stands between two texts.
+    pub separator: Option<u32>,
+    /// Stands for a whole text in classification.
+    pub classification: Option<u32>,
+    /// Stands for a token that is to be guessed.
+    pub mask: Option<u32>,
     /// Template for conversations with tools, if it differs.
     pub tool_template: Option<String>,
 }

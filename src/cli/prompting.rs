@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use NVFP4::base::Result;
 use NVFP4::engine::Served;
 use NVFP4::session::ChatOptions;
-use NVFP4::text::{tools_from_json, variables_from_json};
+use NVFP4::text::{ChatTemplate, tools_from_json, variables_from_json};
 use clap::ValueEnum;
 use serde_json::{Map, Value};
 
@@ -25,6 +25,9 @@ pub(super) struct PromptingArgs {
     /// The system prompt
     #[arg(long)]
     pub(super) system: Option<String>,
+    /// A file with a Jinja template in place of the model's own chat template
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<PathBuf>,
     /// Whether the model reasons before it answers, if its template allows the choice (the variable enable_thinking)
     #[arg(long, value_enum)]
     think: Option<Switch>,
@@ -47,13 +50,20 @@ impl PromptingArgs {
             variables.insert(THINKING.to_owned(), (think == Switch::On).into());
         }
         let variables = variables_from_json(&Value::Object(variables).to_string())?;
-        warn_of_unread(model, &variables);
-        if self.think_budget.is_some() && model.answer_form().reasoning().is_none() {
+        let template = self.template()?;
+        let written = model.chat_text(template.as_deref());
+        let written = written.map_err(|e| match &self.chat_template {
+            Some(file) => e.within(file.display()),
+            None => e,
+        })?;
+        warn_of_unread(written.template(), &variables);
+        if self.think_budget.is_some() && written.form().reasoning().is_none() {
             eprintln!(
                 "nvfp4: the model is not known to think, so that --think-budget changes nothing"
             );
         }
         Ok(ChatOptions {
+            template,
             variables,
             tools: match &self.tools {
                 Some(file) => read_tools(file)?,
@@ -62,6 +72,25 @@ impl PromptingArgs {
             reasoning_budget: self.think_budget,
             ..ChatOptions::default()
         })
+    }
+
+    fn template(&self) -> Result<Option<String>> {
+        let file = self.chat_template.as_ref();
+        file.map(|file| model::read_text(file)).transpose()
+    }
+
+    /// Warns of a model without a chat template, if none is given.
+    pub(super) fn warn_of_stand_in(&self, model: &Served) {
+        if self.chat_template.is_none() && !model.has_own_template() {
+            eprintln!("nvfp4: the model brings no chat template; using ChatML");
+        }
+    }
+
+    /// Warns of a chat template that cannot be used, if no other is given.
+    pub(super) fn warn_of_template(&self, model: &Served) {
+        if self.chat_template.is_none() {
+            model::warn_of_template(model);
+        }
     }
 }
 
@@ -76,19 +105,10 @@ fn variable(text: &str) -> std::result::Result<(String, Value), String> {
     }
 }
 
-/// Warns of a model without its own chat template.
-pub(super) fn warn_of_stand_in(model: &Served) {
-    if !model.has_own_template() {
-        eprintln!("nvfp4: the model brings no chat template; using ChatML");
-    }
-}
-
-/// Warns of `variables` that the model's template never reads.
-pub(super) fn warn_of_unread(model: &Served, variables: &Map<String, Value>) {
-    for name in model.chat_template().unread(variables) {
-        eprintln!(
-            "nvfp4: the model's chat template never reads '{name}', so that it changes nothing"
-        );
+/// Warns of `variables` that `template` never reads.
+pub(super) fn warn_of_unread(template: &ChatTemplate, variables: &Map<String, Value>) {
+    for name in template.unread(variables) {
+        eprintln!("nvfp4: the chat template never reads '{name}', so that it changes nothing");
     }
 }
 

@@ -35,7 +35,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_file", "system"])]
     messages: Option<PathBuf>,
     /// Continue the prompt as it stands, without the model's chat template; names of special tokens in it become those tokens
-    #[arg(long, conflicts_with_all = ["messages", "system", "think", "think_budget", "tools", "set"])]
+    #[arg(long, conflicts_with_all = ["messages", "system", "chat_template", "think", "think_budget", "tools", "set"])]
     raw: bool,
     /// Prefill the prompt token by token, for comparison
     #[arg(long, requires = "raw")]
@@ -71,7 +71,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         let sampling = sampling::described(&options.sampling, &model);
         eprintln!("sampling: {sampling}");
         if !args.raw {
-            prompting::warn_of_stand_in(&model);
+            args.prompting.warn_of_stand_in(&model);
         }
     }
     if args.raw {

@@ -3,6 +3,7 @@
 
 mod blocks;
 pub mod capacity;
+mod chat_text;
 mod grammars;
 mod leased;
 mod pass;
@@ -20,6 +21,7 @@ mod times;
 mod windows;
 
 pub use blocks::BlockCounts;
+pub use chat_text::ChatText;
 pub use pass::NewTokens;
 pub use run::NextDrafts;
 pub use runner::{Generating, PassCounts};

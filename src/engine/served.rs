@@ -4,13 +4,14 @@
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use serde::Serialize;
 use serde_json::Value;
 
 use super::blocks::{BlockCounts, Blocks};
+use super::chat_text::{ChatText, HostTemplates};
 use super::grammars::Grammars;
 use super::leased::Leased;
 use super::runner::{Generating, PassCounts, Runner, Work};
@@ -24,10 +25,11 @@ use crate::checkpoint::{Checkpoint, TokenizerSource};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
 use crate::model::{
-    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Trained, open, text,
+    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec, Trained, open, text,
 };
 use crate::text::{
-    AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, TextFiles, Tokenizer,
+    AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, SpecialToken, TextFiles,
+    TokenRole, Tokenizer, special_tokens,
 };
 
 /// A served model, for reports.
@@ -80,11 +82,13 @@ pub struct Served {
     blocks: Arc<Blocks>,
     runner: Runner,
     tokenizer: Option<Arc<Tokenizer>>,
-    template: ChatTemplate,
-    own_template: bool,
-    answer_form: AnswerForm,
+    chat: Arc<ChatText>,
+    templates: HostTemplates,
     sampling: SamplingOptions,
     stop_tokens: Vec<u32>,
+    /// Roles of tokens by the model's files.
+    roles: Vec<(TokenRole, u32)>,
+    special: OnceLock<Vec<SpecialToken>>,
     grammars: Grammars,
     /// Tokens that full contexts have evicted.
     evicted: AtomicU64,
@@ -166,22 +170,18 @@ impl Served {
             stop_tokens,
             sampling,
         } = generation::read(model.spec(), source, &text)?;
-        let own_template = text.template.is_some();
-        let template = text.template.unwrap_or_else(ChatTemplate::stand_in);
-        let is_token = |name: &str| {
-            let tokenizer = text.tokenizer.as_ref();
-            tokenizer.is_some_and(|t| t.id_of(name).is_some())
-        };
+        let chat = ChatText::of_model(text.template, text.tokenizer.as_deref());
         Ok(Arc::new(Served {
-            answer_form: AnswerForm::of(&template.sources(), template.reads("tools"), is_token),
             blocks: Blocks::new(&model, options),
             runner: Runner::default(),
+            roles: roles(model.spec(), text.roles),
             model,
             tokenizer: text.tokenizer,
-            template,
-            own_template,
+            chat: Arc::new(chat),
+            templates: HostTemplates::new(text.bos, text.eos),
             sampling,
             stop_tokens,
+            special: OnceLock::new(),
             grammars: Grammars::default(),
             evicted: AtomicU64::new(0),
             leased,
@@ -198,7 +198,7 @@ impl Served {
         ServedInfo {
             model: self.model.info().clone(),
             tokenizer: self.tokenizer.is_some(),
-            chat_template: self.own_template,
+            chat_template: self.has_own_template(),
         }
     }
 
@@ -365,6 +365,45 @@ impl Served {
         tokenizer.decode(&known, skip_special)
     }
 
+    /// One more than the largest token id: that of the embedding's last row, or of the tokenizer if that has more.
+    pub fn token_ids(&self) -> Result<usize> {
+        Ok(self.spec().vocab_size.max(self.tokenizer()?.vocab_size()))
+    }
+
+    /// The bytes that `token` adds to a text, which need not be whole characters; the name of a special token. None for ids with a row of the
+    /// embedding and without a text.
+    pub fn token_bytes(&self, token: u32) -> Result<&[u8]> {
+        let tokenizer = self.tokenizer()?;
+        let ids = self.token_ids()?;
+        if token as usize >= ids {
+            bail!(
+                InvalidArgument,
+                "the token is {token}; the ids of the model are 0 to {}",
+                ids - 1
+            );
+        }
+        Ok(tokenizer.bytes_of(token).unwrap_or_default())
+    }
+
+    /// The tokens that are special or have a role, in order of their ids. The first call renders test messages by the chat template.
+    pub fn special_tokens(&self) -> Result<&[SpecialToken]> {
+        if let Some(found) = self.special.get() {
+            return Ok(found);
+        }
+        let stops = self.stop_tokens.iter();
+        let stops = stops.map(|&token| (TokenRole::EndsGeneration, token));
+        let known: Vec<_> = stops.chain(self.roles.iter().copied()).collect();
+        let (template, is_own) = (self.chat.template(), self.has_own_template());
+        let found = special_tokens(
+            self.tokenizer()?,
+            template,
+            is_own,
+            self.chat.form(),
+            &known,
+        )?;
+        Ok(self.special.get_or_init(|| found))
+    }
+
     /// Compiles a grammar for the model's tokens, of which those without a row in the embedding never come. The first call for a model also
     /// prepares its vocabulary, which takes up to some seconds. See [`Grammar::new`] for what is refused.
     pub fn grammar(&self, source: GrammarSource<'_>) -> Result<Grammar> {
@@ -388,27 +427,31 @@ impl Served {
         Ok(())
     }
 
-    /// The grammar of one call of one of `tools`, which is kept for when it is asked for again.
-    pub fn grammar_of_calls(&self, tools: &[Value]) -> Result<Arc<Grammar>> {
+    /// The grammar of one call of one of `tools` in an answer of this form, which is kept for when it is asked for again.
+    pub fn grammar_of_calls(&self, form: &AnswerForm, tools: &[Value]) -> Result<Arc<Grammar>> {
         let vocabulary = self.grammar_vocabulary()?;
         let mark = |name: &str| vocabulary.mark(name);
-        let lark = self.answer_form.grammar_of_calls(tools, mark)?;
+        let lark = form.grammar_of_calls(tools, mark)?;
         self.grammars.of_calls(vocabulary, lark)
     }
 
     /// The chat template; ChatML if the model came without one. A broken template gives its error when it is rendered.
     pub fn chat_template(&self) -> &ChatTemplate {
-        &self.template
+        self.chat.template()
+    }
+
+    /// The model's own chat template with the form of its answers, or those of the Jinja template `source` of a host. The templates of hosts
+    /// that were used last are kept.
+    pub fn chat_text(&self, source: Option<&str>) -> Result<Arc<ChatText>> {
+        match source {
+            None => Ok(self.chat.clone()),
+            Some(source) => self.templates.get(source, self.tokenizer.as_deref()),
+        }
     }
 
     /// Whether the model brought its own chat template.
     pub fn has_own_template(&self) -> bool {
-        self.own_template
-    }
-
-    /// The spelling of reasoning and tool calls in the model's answers.
-    pub fn answer_form(&self) -> &AnswerForm {
-        &self.answer_form
+        !self.chat.is_stand_in()
     }
 
     /// Sampling defaults of the model's makers: from `generation_config.json`, or a GGUF file's `general.sampling` entries; greedy where
@@ -422,6 +465,21 @@ impl Served {
     pub fn stop_tokens(&self) -> &[u32] {
         &self.stop_tokens
     }
+}
+
+/// The roles in the files of the tokenizer, and those of the config for the beginning and the end of a text where these name none.
+fn roles(spec: &Spec, mut named: Vec<(TokenRole, u32)>) -> Vec<(TokenRole, u32)> {
+    let has = |role: TokenRole| named.iter().any(|&(known, _)| known == role);
+    let bos = spec.bos.filter(|_| !has(TokenRole::BeginsText));
+    let eos: &[u32] = match has(TokenRole::EndsText) {
+        true => &[],
+        false => &spec.eos,
+    };
+    let ends = eos.iter().map(|&token| (TokenRole::EndsText, token));
+    let begins = bos.map(|token| (TokenRole::BeginsText, token));
+    let config: Vec<_> = begins.into_iter().chain(ends).collect();
+    named.extend(config);
+    named
 }
 
 /// A number that tells weights under training from all others.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::base::error::err;
 use crate::base::{Result, alloc, threads};
 use crate::checkpoint::{TokenizerSource, Vocabulary};
-use crate::text::{ChatTemplate, TextFiles, Tokenizer, VocabularySpec, read_directory};
+use crate::text::{ChatTemplate, TextFiles, TokenRole, Tokenizer, VocabularySpec, read_directory};
 
 /// Runs `work` while another thread reads the text side of a checkpoint. Returns both results; the text side is empty if the checkpoint has
 /// none.
@@ -67,7 +67,26 @@ fn read_vocabulary(vocabulary: &Vocabulary) -> Result<TextFiles> {
         template,
         bos,
         eos,
+        roles: roles(vocabulary),
     })
+}
+
+/// The tokens with a role.
+fn roles(vocabulary: &Vocabulary) -> Vec<(TokenRole, u32)> {
+    let rare = &vocabulary.rare;
+    let tokens = [
+        (TokenRole::BeginsText, vocabulary.bos),
+        (TokenRole::EndsText, vocabulary.eos),
+        (TokenRole::Padding, vocabulary.pad),
+        (TokenRole::Unknown, vocabulary.unk),
+        (TokenRole::Separator, rare.separator),
+        (TokenRole::Classification, rare.classification),
+        (TokenRole::Mask, rare.mask),
+    ];
+    let named = tokens.into_iter();
+    named
+        .filter_map(|(role, token)| Some((role, token?)))
+        .collect()
 }
 
 /// Converts a checkpoint's vocabulary to the text floor's type.

@@ -2,7 +2,7 @@
 
 use crate::base::Result;
 use crate::engine::Served;
-use crate::text::{AnswerParser, AnswerStage, Content, Event, Message, ToolCall};
+use crate::text::{AnswerForm, AnswerParser, AnswerStage, Content, Event, Message, ToolCall};
 
 /// The kind of a piece of an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -34,10 +34,10 @@ struct Budget {
 }
 
 impl Answer {
-    /// The answer to a prompt whose text ends in `prompt`. `tools` says whether tools were offered; `calls` tool calls precede it.
-    pub(super) fn new(model: &Served, prompt: &str, tools: bool, calls: usize) -> Answer {
+    /// The answer, in `form`, to a prompt whose text ends in `prompt`. `tools` says whether tools were offered; `calls` tool calls precede it.
+    pub(super) fn new(form: &AnswerForm, prompt: &str, tools: bool, calls: usize) -> Answer {
         Answer {
-            parser: AnswerParser::new(model.answer_form(), prompt, tools, calls),
+            parser: AnswerParser::new(form, prompt, tools, calls),
             budget: None,
             reasoning: String::new(),
             content: String::new(),
@@ -46,8 +46,13 @@ impl Answer {
     }
 
     /// Limits the reasoning to `tokens` tokens, if the model reasons.
-    pub(super) fn within(mut self, model: &Served, tokens: Option<usize>) -> Result<Answer> {
-        if let (Some(left), Some(marks)) = (tokens, model.answer_form().reasoning()) {
+    pub(super) fn within(
+        mut self,
+        model: &Served,
+        form: &AnswerForm,
+        tokens: Option<usize>,
+    ) -> Result<Answer> {
+        if let (Some(left), Some(marks)) = (tokens, form.reasoning()) {
             let end = model.tokenizer()?.encode(marks.early_end, false)?;
             self.budget = Some(Budget { left, end });
         }

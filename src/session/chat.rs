@@ -1,6 +1,7 @@
 //! Chat turns. A turn renders the whole conversation with the model's template, keeps the prefix that the sequence already holds, and runs
 //! the rest. Regenerated answers, edited messages and tool results are therefore ordinary turns.
 
+use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
@@ -96,14 +97,17 @@ impl Session {
     /// Parses `tokens` as an answer.
     fn spoken(&self, answer: &Answering, tokens: &[u32]) -> Result<Message> {
         let conversation = &self.conversation;
-        let form = self.model.answer_form();
+        let written = self
+            .model
+            .chat_text(conversation.options.template.as_deref())?;
+        let form = written.form();
         let mut text = GenerationText::after(&[], &self.model, &[])?.showing(form.shown_tokens());
         for &token in tokens {
             text.push(token);
         }
         let tools = !conversation.options.tools.is_empty();
         let calls = calls_in(&conversation.messages);
-        let mut spoken = Answer::new(&self.model, &answer.opening, tools, calls);
+        let mut spoken = Answer::new(form, &answer.opening, tools, calls);
         spoken.push(&text.into_string());
         spoken.finish(answer.whole);
         Ok(spoken.into_message())
@@ -126,9 +130,10 @@ impl Session {
         self.or_cancelled(options, |session| {
             session.follow_drafts(options)?;
             options.check(&session.model, true)?;
-            for name in session.model.chat_template().unread(&chat.variables) {
+            let written = session.model.chat_text(chat.template.as_deref())?;
+            for name in written.template().unread(&chat.variables) {
                 tracing::warn!(
-                    "the model's chat template never reads '{name}', so that it changes nothing"
+                    "the chat template never reads '{name}', so that it changes nothing"
                 );
             }
             session.undone_on_error(|session| session.turn(messages, chat, options, on_piece))
@@ -146,13 +151,15 @@ impl Session {
         let _words = alloc::Budget::rewritten(self.text_bytes()).set_aside()?;
         let evicted = self.evicted;
         let model = self.model.clone();
-        let form = model.answer_form();
+        let written = model.chat_text(chat.template.as_deref())?;
+        let form = written.form();
+        let options = &with_stops(options, written.ends());
         let text = Transcript::new(&model, &[], options)?.showing(form.shown_tokens());
         let calls = match options.tool_calls {
             ToolCalls::Free => None,
-            _ => Some(model.grammar_of_calls(&chat.tools)?),
+            _ => Some(model.grammar_of_calls(form, &chat.tools)?),
         };
-        let held = Constraint::new(&model, options, true, calls)?;
+        let held = Constraint::new(&model, options, Some(form), calls)?;
         let Plan {
             messages,
             tokens,
@@ -175,8 +182,11 @@ impl Session {
         call::check()?;
         let prefill_seconds = started.elapsed().as_secs_f64();
         let calls = calls_in(&messages);
-        let answer = Answer::new(&model, &opening, !chat.tools.is_empty(), calls)
-            .within(&model, chat.reasoning_budget)?;
+        let answer = Answer::new(form, &opening, !chat.tools.is_empty(), calls).within(
+            &model,
+            form,
+            chat.reasoning_budget,
+        )?;
         self.conversation = Conversation {
             begun: true,
             messages,
@@ -245,7 +255,7 @@ impl Session {
     fn aligned(&self, messages: &[Message], chat: &ChatOptions) -> Result<(Aligned, String)> {
         let tokenizer = self.model.tokenizer()?;
         let prompt = prompt(&self.model, messages, true, chat)?;
-        let tokens = prompt.align(tokenizer, &beginning(&self.model)?, &self.tokens)?;
+        let tokens = prompt.align(tokenizer, &beginning(&self.model, chat)?, &self.tokens)?;
         Ok((tokens, end_of(&prompt.text())))
     }
 
@@ -338,7 +348,7 @@ impl Session {
             .filter(|&i| messages[i].role == "user")
             .collect();
         let tokenizer = self.model.tokenizer()?;
-        let start = beginning(&self.model)?;
+        let start = beginning(&self.model, chat)?;
         let mut first = 0;
         while keep > 0 && first < starts.len() {
             let head = prompt(&self.model, &messages[..starts[first]], false, chat)?;
@@ -434,7 +444,7 @@ impl Session {
         for k in (0..left.messages.len()).rev().filter(asked) {
             let before = &left.messages[..k];
             let tokenizer = self.model.tokenizer()?;
-            let start = beginning(&self.model)?;
+            let start = beginning(&self.model, options)?;
             let align = |generation: bool| {
                 let prompt = prompt(&self.model, before, generation, options)?;
                 Ok((
@@ -460,7 +470,8 @@ impl Session {
                 said: None,
             };
             let said = &held[opened.kept..];
-            let ends = |t: &u32| self.model.stop_tokens().contains(t);
+            let written = self.model.chat_text(options.template.as_deref())?;
+            let ends = |t: &u32| self.model.stop_tokens().contains(t) || written.ends().contains(t);
             let is_whole = said.iter().any(ends) || {
                 let spoken = self.spoken(&answer, said)?.text();
                 let wanted = left.messages[k].text();
@@ -489,7 +500,8 @@ pub fn render(
     generation: bool,
     chat: &ChatOptions,
 ) -> Result<String> {
-    let template = model.chat_template();
+    let written = model.chat_text(chat.template.as_deref())?;
+    let template = written.template();
     template.render_with(messages, generation, &chat.all_variables())
 }
 
@@ -501,38 +513,46 @@ pub fn tokenize(
     chat: &ChatOptions,
 ) -> Result<Vec<u32>> {
     let prompt = prompt(model, messages, generation, chat)?;
-    let aligned = prompt.align(model.tokenizer()?, &beginning(model)?, &[])?;
+    let aligned = prompt.align(model.tokenizer()?, &beginning(model, chat)?, &[])?;
     Ok(aligned.added)
 }
 
-/// A conversation rendered by the model's template, with special tokens and plain text kept apart.
+/// A conversation rendered by the template, with special tokens and plain text kept apart.
 fn prompt(
     model: &Served,
     messages: &[Message],
     generation: bool,
     chat: &ChatOptions,
 ) -> Result<Prompt> {
-    let (template, tokenizer) = (model.chat_template(), model.tokenizer()?);
     Prompt::new(
-        template,
-        tokenizer,
+        model.chat_text(chat.template.as_deref())?.template(),
+        model.tokenizer()?,
         messages,
         generation,
         &chat.all_variables(),
     )
 }
 
-/// The tokens before the template's text. A model's own template writes them itself; if ChatML stands in for it, the tokenizer adds them.
-fn beginning(model: &Served) -> Result<Vec<u32>> {
+/// The tokens before the template's text. A template writes them itself; if ChatML stands in for one, the tokenizer adds them.
+fn beginning(model: &Served, chat: &ChatOptions) -> Result<Vec<u32>> {
     let tokenizer: &Tokenizer = model.tokenizer()?;
     let mut whole = Vec::new();
-    if !model.has_own_template() {
+    if model.chat_text(chat.template.as_deref())?.is_stand_in() {
         let bare = tokenizer.encode("a", false)?;
         whole = tokenizer.encode("a", true)?;
         let at = whole.windows(bare.len().max(1)).position(|w| w == bare);
         whole.truncate(at.unwrap_or(0));
     }
     Ok(whole)
+}
+
+/// `options` with further stop tokens, unless they ignore those of the model.
+fn with_stops<'a>(options: &'a GenerateOptions, ends: &[u32]) -> Cow<'a, GenerateOptions> {
+    let mut options = Cow::Borrowed(options);
+    if !ends.is_empty() && !options.ignore_model_stops {
+        options.to_mut().stop_tokens.extend(ends);
+    }
+    options
 }
 
 fn end_of(text: &str) -> String {

@@ -8,7 +8,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::engine::Served;
 use crate::model::TokenMask;
-use crate::text::{AnswerStage, Grammar, GrammarState};
+use crate::text::{AnswerForm, AnswerStage, Grammar, GrammarState};
 
 /// How the next token comes about.
 #[derive(Debug, PartialEq)]
@@ -36,6 +36,8 @@ pub(super) struct Constraint {
     /// Tokens of the model that end a text, but are to be ignored.
     ignored: Vec<u32>,
     opening: Opening,
+    /// The texts of which one begins a tool call.
+    call_marks: &'static [&'static str],
 }
 
 /// The part of an answer that is held.
@@ -72,8 +74,8 @@ struct Opening {
 }
 
 impl Opening {
-    fn of(model: &Served) -> Result<Opening> {
-        let Some(marks) = model.answer_form().reasoning() else {
+    fn of(model: &Served, form: &AnswerForm) -> Result<Opening> {
+        let Some(marks) = form.reasoning() else {
             return Ok(Opening::default());
         };
         let tokenizer = model.tokenizer()?;
@@ -91,11 +93,12 @@ impl Opening {
 }
 
 impl Constraint {
-    /// The constraint of a generation with `options`, if there is one. `calls` is the grammar of a tool call, if those are held.
+    /// The constraint of a generation with `options`, if there is one. In a chat `form` is the one of answers, and `calls` the grammar of a tool
+    /// call, if those are held.
     pub(super) fn new(
         model: &Served,
         options: &GenerateOptions,
-        is_chat: bool,
+        form: Option<&AnswerForm>,
         calls: Option<Arc<Grammar>>,
     ) -> Result<Option<Constraint>> {
         let scope = match calls {
@@ -120,10 +123,11 @@ impl Constraint {
             mask: Vec::new(),
             stops: [own, &options.stop_tokens].concat(),
             ignored: ignored.to_vec(),
-            opening: match is_chat {
-                true => Opening::of(model)?,
-                false => Opening::default(),
+            opening: match form {
+                Some(form) => Opening::of(model, form)?,
+                None => Opening::default(),
             },
+            call_marks: form.map_or(&[], AnswerForm::call_marks),
         }))
     }
 
@@ -148,6 +152,11 @@ impl Constraint {
         self.choose()
     }
 
+    /// Whether tool calls are held, and `text` begins one.
+    fn holds_call(&self, text: &str) -> bool {
+        self.scope != Scope::Content && self.call_marks.iter().any(|mark| text.starts_with(mark))
+    }
+
     /// As [`next`](Self::next) for a token before the held part; `None` if the token may begin that part, which the phase then says.
     fn before(&mut self, model: &Served, stage: AnswerStage<'_>) -> Result<Option<Next>> {
         let begins = self.scope != Scope::Calls { first: false };
@@ -157,14 +166,11 @@ impl Constraint {
         };
         match stage {
             AnswerStage::Reasoning => self.opening.is_due = true,
-            AnswerStage::Call(text) if self.scope != Scope::Content => {
-                let marks = model.answer_form().call_marks();
-                if marks.iter().any(|mark| text.starts_with(mark)) {
-                    let tokens = model.tokenizer()?.encode(text, false)?;
-                    self.begin(&tokens)
-                        .map_err(|e| e.within("the beginning of a tool call"))?;
-                    return Ok(None);
-                }
+            AnswerStage::Call(text) if self.holds_call(text) => {
+                let tokens = model.tokenizer()?.encode(text, false)?;
+                self.begin(&tokens)
+                    .map_err(|e| e.within("the beginning of a tool call"))?;
+                return Ok(None);
             }
             AnswerStage::Header if begins => {
                 let tokens = match std::mem::take(&mut self.opening.is_due) {

@@ -8,7 +8,10 @@ use crate::text::{Aligned, Message};
 /// Options of a chat turn.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ChatOptions {
-    /// Variables of the model's template, such as `enable_thinking`.
+    /// A Jinja template in place of the model's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub template: Option<String>,
+    /// Variables of the template, such as `enable_thinking`.
     pub variables: Map<String, Value>,
     /// Tools that the model may call, each an object in the format of chat servers.
     pub tools: Vec<Value>,

@@ -142,7 +142,7 @@ impl Session {
                     }
                 }
                 let text = Transcript::new(&session.model, &session.tokens, options)?;
-                let held = Constraint::new(&model, options, false, None)?;
+                let held = Constraint::new(&model, options, None, None)?;
                 let mut generation = session.generate_text(text, None, held, options, on_piece)?;
                 generation.evicted = session.evicted - evicted;
                 match prompt.is_empty() {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::{ChatTemplate, Tokenizer};
+use super::{ChatTemplate, TokenRole, Tokenizer};
 use crate::base::error::{bail, err};
 use crate::base::{Error, Result, file};
 
@@ -21,6 +21,8 @@ pub struct TextFiles {
     pub bos: Option<String>,
     /// `eos_token` of `tokenizer_config.json`.
     pub eos: Option<String>,
+    /// Tokens with a role, by `tokenizer_config.json`, or by `special_tokens_map.json` where that names none.
+    pub roles: Vec<(TokenRole, u32)>,
 }
 
 /// Reads the text files of `directory`. Missing files give `None`. A broken file is an error, except for a template: that fails when it is
@@ -32,14 +34,14 @@ pub fn read_directory(directory: &Path) -> Result<TextFiles> {
         false => None,
     };
     let config = json(&directory.join("tokenizer_config.json"))?.unwrap_or_default();
-    let token = |name: &str| {
-        let value = &config[name];
-        value
-            .as_str()
-            .or_else(|| value["content"].as_str())
-            .map(str::to_owned)
+    let (bos, eos) = (
+        token_in(&config, "bos_token"),
+        token_in(&config, "eos_token"),
+    );
+    let roles = match &tokenizer {
+        Some(tokenizer) => roles(directory, &config, tokenizer),
+        None => Vec::new(),
     };
-    let (bos, eos) = (token("bos_token"), token("eos_token"));
     let template = match sources(directory, &config) {
         Ok(None) => None,
         Ok(Some(sources)) => Some(ChatTemplate::named(
@@ -54,7 +56,29 @@ pub fn read_directory(directory: &Path) -> Result<TextFiles> {
         template,
         bos,
         eos,
+        roles,
     })
+}
+
+/// The name of a token in the file `config`.
+fn token_in(config: &Value, key: &str) -> Option<String> {
+    let value = &config[key];
+    let name = value.as_str().or_else(|| value["content"].as_str());
+    name.map(str::to_owned)
+}
+
+/// The tokens with a role. A map of special tokens that cannot be read causes a warning.
+fn roles(directory: &Path, config: &Value, tokenizer: &Tokenizer) -> Vec<(TokenRole, u32)> {
+    let map = json(&directory.join("special_tokens_map.json")).unwrap_or_else(|e| {
+        tracing::warn!("{e}; roles of special tokens may be missing");
+        None
+    });
+    let map = map.unwrap_or_default();
+    let role = |(key, role): (&str, TokenRole)| {
+        let name = token_in(config, key).or_else(|| token_in(&map, key))?;
+        Some((role, tokenizer.id_of(&name)?))
+    };
+    TokenRole::KEYS.into_iter().filter_map(role).collect()
 }
 
 /// The template for conversations with tools, where transformers saves several templates.

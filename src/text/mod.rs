@@ -17,7 +17,9 @@ mod grammar_source;
 mod message;
 mod pieces;
 mod prompt;
+mod special;
 mod template;
+mod token_role;
 mod tokenizer;
 mod tool_call;
 mod turn_end;
@@ -32,7 +34,9 @@ pub use message::{
     tools_from_json, variables_from_json,
 };
 pub use prompt::{Aligned, Prompt};
+pub use special::{SpecialToken, special_tokens};
 pub use template::ChatTemplate;
+pub use token_role::TokenRole;
 pub use tokenizer::Tokenizer;
 pub use tool_call::ToolCall;
 pub use turn_end::turn_ends;

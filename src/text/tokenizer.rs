@@ -215,7 +215,7 @@ impl Tokenizer {
     }
 
     /// The tokens that the model expects before and after every text.
-    fn around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
+    pub(super) fn around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
         let (bare, mut whole) = (self.encode("a", false)?, self.encode("a", true)?);
         let at = whole.windows(bare.len().max(1)).position(|w| w == bare);
         let at = at.unwrap_or(whole.len() - bare.len());
@@ -394,6 +394,11 @@ impl Tokenizer {
     /// Whether `token` is a special token, which marks structure (end of text, turns) rather than text.
     pub fn is_special(&self, token: u32) -> bool {
         self.pieces.is_special(token)
+    }
+
+    /// The special tokens, in order of their ids.
+    pub(super) fn special(&self) -> impl Iterator<Item = u32> + '_ {
+        (0..self.vocab_size() as u32).filter(|&token| self.is_special(token))
     }
 
     /// Whether `token` marks structure: a special token, or one with a name in angle brackets, such as `<|end|>` in a vocabulary that types

@@ -1,5 +1,5 @@
-//! Finds the tokens that end an assistant's turn, by the text that a chat template writes after an answer and by their names. `model` adds
-//! the tokens of config and metadata.
+//! Finds the tokens that end an assistant's turn, by the text that a chat template writes after an answer and by their names, and those that
+//! begin turns. `model` adds the tokens of config and metadata.
 
 use super::end_names::{ENDS_BY_PART, PART_END, SPECIAL_ENDS, TURN_ENDS};
 use super::tokenizer::with_tokenizers;
@@ -58,6 +58,24 @@ pub fn turn_ends(tokenizer: &Tokenizer, template: Option<&ChatTemplate>) -> Resu
             }
         }
         Ok(ends)
+    })
+}
+
+/// The tokens by which `template` begins turns: the first control token that it writes between a question and its answer, and between an
+/// answer and the next question, without `others`. None if it cannot be rendered.
+pub(super) fn turn_begins(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    others: &[u32],
+) -> Result<Vec<u32>> {
+    with_tokenizers("looking for the beginnings of turns", Budget::SMALL, || {
+        let closings = template.closings()?;
+        let first = |text: &String| {
+            let mut ids = controls(tokenizer, text).map(|control| control.id);
+            ids.find(|id| !others.contains(id))
+        };
+        let texts = [&closings.before].into_iter().chain(&closings.after);
+        Ok(texts.filter_map(first).collect())
     })
 }
 

@@ -618,6 +618,61 @@ static void makers(void)
     } while (0)
 
 /* Errors name the fault and its place, and change nothing. */
+/* A template of the host renders the conversation, and its answers are read by it. */
+static void host_templates(void)
+{
+    static const char shouting[] = "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content | upper + '<|im_end|>\\n' }}{% endfor %}"
+                                   "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}";
+    NVFP4_ChatOptions chat = chat_options(NULL, NULL);
+    CHECK(chat.chat_template == NULL && chat.chat_template_length == 0);
+    chat.chat_template = shouting;
+    chat.chat_template_length = strlen(shouting);
+    CHECK(strcmp(rendered("[{\"role\":\"user\",\"content\":\"Hi\"}]", &chat, 1), "<|im_start|>user\nHI<|im_end|>\n<|im_start|>assistant\n") == 0);
+
+    /* A conversation that goes on with it is rendered anew: what has stayed is the beginning of the first message. */
+    NVFP4_Session *session = create("Be brief.", 0);
+    say(session, "Hello", NULL, NULL, NULL);
+    const char *prompt = rendered(and(messages_of(session), "{\"role\":\"user\",\"content\":\"Again\"}"), &chat, 1);
+    CHECK(strstr(prompt, "BE BRIEF.") != NULL && strstr(prompt, "HELLO") != NULL && strstr(prompt, "AGAIN") != NULL);
+    const size_t length = tokens_in(prompt), common = tokens_in("<|im_start|>system\n");
+    NVFP4_GenerationResult result = say(session, "Again", &chat, NULL, NULL);
+    CHECK(result.prompt_tokens <= length - common && result.prompt_tokens + common + 2 > length);
+    CHECK(strcmp(of(session, NVFP4_session_text), ANSWER) == 0 && strlen(of(session, NVFP4_session_reasoning)) > 0);
+    CHECK(strstr(spelled(session), "BE BRIEF.") != NULL);
+    /* It stays for turns without options. */
+    say(session, "More", NULL, NULL, NULL);
+    CHECK(strstr(spelled(session), "MORE<|im_end|>") != NULL);
+
+    /* It knows no tools, though the model's own does, and its faults name their lines. */
+    static const char question[] = "[{\"role\":\"user\",\"content\":\"a\"}]";
+    char before[MOST];
+    snprintf(before, sizeof before, "%s", spelled(session));
+    chat.tools = TOOLS;
+    chat.tools_length = strlen(TOOLS);
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_session_chat(session, TEXT("x"), &chat, NULL, NULL, NULL, NULL));
+    static const struct {
+        const char *source, *says;
+    } broken[] = {
+        {"a\n{% for %}", "does not parse: syntax error"},
+        {"a\n\n{{ raise_exception('not today') }}", "not today"},
+        {"a\n{{ messages | never }}", "unknown filter"},
+    };
+    static const char *const lines[] = {"(line 2)", "(line 3)", "(line 2)"};
+    for (int i = 0; i < 3; i++) {
+        chat = chat_options(NULL, NULL);
+        chat.chat_template = broken[i].source;
+        chat.chat_template_length = strlen(broken[i].source);
+        FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_chat(session, TEXT("x"), &chat, NULL, NULL, NULL, NULL));
+        SAYS(broken[i].says);
+        SAYS(lines[i]);
+        size_t unused = 0;
+        FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_render_messages(model, TEXT(question), &chat, 1, NULL, 0, &unused));
+        SAYS(lines[i]);
+    }
+    CHECK(strcmp(before, spelled(session)) == 0);
+    OK(NVFP4_session_release(session));
+}
+
 static void refused(void)
 {
     const int32_t invalid = NVFP4_INVALID_ARGUMENT;
@@ -700,6 +755,7 @@ int main(int argc, char **argv)
     forgetting();
     seeds();
     makers();
+    host_templates();
     refused();
     OK(NVFP4_model_release(drawing));
     OK(NVFP4_model_release(model));

@@ -93,6 +93,8 @@ void sessions(const char *path)
     const nvfp4::CallOptions stopped(cancel), empty(nothing);
     CHECK(failed(session->prefill({1, 2, 3}, &stopped), NVFP4_CANCELLED) && failed(session->prefill({1, 2, 3}, &empty), NVFP4_INVALID_HANDLE));
     CHECK(model->tokenize_plain("<|im_end|>")->size() > 1 && session->clear());
+    CHECK(model->special_tokens()->size() == 3);
+    CHECK(model->token_bytes(2)->bytes == "<|im_end|>" && failed(model->token_bytes(320), NVFP4_INVALID_ARGUMENT));
 
     std::string text;
     nvfp4::Stream stream = session->ask("Hi", options);

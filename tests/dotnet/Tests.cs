@@ -15,6 +15,7 @@ using System.Runtime.InteropServices;
 #if NETCOREAPP
 using System.Runtime.Loader;
 #endif
+using System.Text;
 using System.Threading;
 using System.Threading.Tasks;
 using LibNVFP4;
@@ -234,6 +235,16 @@ static partial class Tests
         var asked = new[] { new ChatMessage("user", forged) };
         Same("user\n" + forged + "\nassistant\n", tokenizer.Decode(model.EncodeChat(asked)));
         Same("user\n" + forged + "\n", tokenizer.Decode(model.EncodeChat(ChatMessage.ToJson(asked), false)));
+        // Tokens have bytes, of which a character may take several, and special ones names.
+        int[] parts = tokenizer.Encode("é你<|im_end|>");
+        Same("é你<|im_end|>", Encoding.UTF8.GetString(parts.SelectMany(t => tokenizer.TokenBytes(t)).ToArray()));
+        Check(parts.Length > 3 && parts.Count(t => tokenizer.IsSpecial(t)) == 1 && tokenizer.IsSpecial(parts.Last()));
+        Same(0, tokenizer.TokenBytes(319).Length);
+        Throws<Nvfp4ArgumentException>(() => tokenizer.TokenBytes(320), "the token is 320; the ids of the model are 0 to 319");
+        IList<SpecialToken> special = tokenizer.SpecialTokens();
+        Same("<|endoftext|> <|im_start|> <|im_end|>", string.Join(" ", special.Select(token => token.Name)));
+        Same(TokenRoles.BeginsTurn, special[1].Roles);
+        Check(special[2].Token == 2 && special[2].Roles.HasFlag(TokenRoles.EndsGeneration) && !special[2].Roles.HasFlag(TokenRoles.Mask));
         // The bytes of half a character are none.
         Same("\uFFFD", tokenizer.Decode(tokenizer.Encode("你").Take(1).ToArray()));
         Throws<ArgumentException>(() => tokenizer.Encode("half a pair: \uD83D"));
@@ -917,6 +928,25 @@ static partial class Tests
         }
         Throws<ArgumentNullException>(() => new Detokenizer(null));
 
+        // Several at once.
+        using (Detokenizer first = new Detokenizer(reciter), second = new Detokenizer(reciter, Tokens(2)))
+        {
+            int[] sentence = reciter.Tokenizer.Encode(Sentence);
+            var both = new[] { first, second };
+            FinishReason[] finishes;
+            string text = Detokenizer.Push(both, new[] { sentence[0], sentence[0] }, out finishes)[0];
+            Check(finishes.All(finish => finish == FinishReason.None));
+            Throws<Nvfp4ArgumentException>(() => Detokenizer.Push(new[] { second, second }, sentence.Take(2).ToArray(), out finishes),
+                "detokenizers[0] and detokenizers[1] are the same");
+            Throws<ArgumentException>(() => Detokenizer.Push(both, sentence.Take(1).ToArray(), out finishes), "1 tokens for 2");
+            Throws<ArgumentNullException>(() => Detokenizer.Push(new[] { first, null }, sentence.Take(2).ToArray(), out finishes));
+            text += Detokenizer.Push(both, new[] { sentence[1], sentence[1] }, out finishes)[0];
+            Check(finishes[0] == FinishReason.None && finishes[1] == FinishReason.Length);
+            foreach (int token in sentence.Skip(2))
+                text += first.Push(token, out FinishReason finish);
+            Same(Sentence, text + first.Finish());
+        }
+
         // Many sessions in steps, each with a text of its own.
         using (Session one = new Session(reciter), two = new Session(reciter))
         using (Detokenizer first = new Detokenizer(reciter), second = new Detokenizer(reciter, Tokens(6)))
@@ -1068,6 +1098,18 @@ static partial class Tests
             }
             Same(11, chat.Messages.Count);
             Same(Thought, chat.Messages[10].ReasoningContent.Trim());
+        }
+        var shouting = new ChatOptions { ChatTemplate = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+            + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}" };
+        using (var chat = new ChatSession(thinker))
+        {
+            Same("<|im_start|>user\nHI<|im_end|>\n<|im_start|>assistant\n",
+                thinker.RenderChat(new[] { new ChatMessage("user", "Hi") }, true, shouting));
+            string answer = chat.Ask("Hi");
+            Same(answer, chat.Ask("Again", turn: shouting));
+            Same(Thought, chat.Reasoning.Trim());
+            Check(thinker.Tokenizer.Decode(chat.Tokens, false).Contains("AGAIN<|im_end|>"));
+            Throws<Nvfp4ArgumentException>(() => chat.Ask("x", turn: new ChatOptions { ChatTemplate = "\n{% for %}" }), "(line 2)");
         }
         using (var chat = new ChatSession(thinker, turns: new ChatOptions { KeepReasoning = true }))
             for (int turn = 0; turn < 3; turn++)

@@ -56,6 +56,8 @@ test "pipes of models and conversations" (fun () ->
     same null named.Info.DeviceChoice
     same "qwen3" (Model.info model).Architecture
     same "héllo 😀" ("héllo 😀" |> Model.encode model |> Model.decode model)
+    same true (Model.specialTokens model |> List.exists (fun token -> token.Roles.HasFlag TokenRoles.EndsGeneration))
+    same [ 0xe8uy; 0xaauy; 0x9euy ] ("語" |> Model.encode model |> Seq.collect (Model.tokenBytes model) |> List.ofSeq)
     use chat = model |> Chat.withSystem "你是诗人。"
     same [ "好"; "語"; "😀"; "é" ] ("你好" |> Chat.stream chat |> List.ofSeq)
     same sentence ("再来" |> Chat.ask chat)
@@ -88,6 +90,8 @@ test "pipes of models and conversations" (fun () ->
     tokens.Clear()
     chat.Chat("", TokenHandler note, few |> Generate.logitsProcessor only) |> ignore
     same [ for _ in 1..3 do yield! [ bytes.[0]; bytes.[1] ] ] (List.ofSeq tokens)
+    use once = new Detokenizer(model)
+    same ([| "", FinishReason.None |] = Detokenizer.pushEach [ once ] [ lead ]) true
     // The text again, of the tokens alone.
     use detokenizer = new Detokenizer(model, few)
     let mutable text = ""
@@ -130,6 +134,7 @@ test "a model that thinks and calls a tool" (fun () ->
     same "" (Chat.reasoning chat)
     same answer ("Hi" |> Chat.askTurn (Turn.defaults () |> Turn.reasoningBudget 2) chat)
     if (Chat.reasoning chat).Trim() = thought then failwith "the whole thought"
+    same "Hi" (model.RenderChat([ ChatMessage("user", "Hi") ], true, Turn.defaults () |> Turn.chatTemplate "{{ messages[0].content }}"))
     let keeping = Turn.defaults () |> Turn.variables "{}" |> Turn.keepReasoning
     let before = chat.Length
     same answer ("Hi" |> Chat.askTurn keeping chat)

@@ -730,6 +730,21 @@ class Models(unittest.TestCase):
         chat.complete(asked, max_tokens=0)
         self.assertEqual(golden.encode_chat(asked), chat.tokens)
 
+        # A character may take several tokens; special tokens have names.
+        parts = golden.encode("é你<|im_end|>")
+        self.assertEqual(b"".join(map(golden.token_bytes, parts)), "é你<|im_end|>".encode())
+        self.assertGreater(len(parts), 3)
+        self.assertEqual([golden.is_special(token) for token in parts[-2:]], [False, True])
+        self.assertEqual((golden.token_bytes(319), golden.is_special(319)), (b"", False))
+        for token in (-1, 320):
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, f"the token is {token}; the ids of the model are 0 to 319"):
+                golden.token_bytes(token)
+
+        special = golden.special_tokens
+        self.assertEqual([one.name for one in special], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+        self.assertEqual(special[1], (1, "<|im_start|>", {"begins_turn"}))
+        self.assertEqual(special[0].roles, {"ends_generation", "ends_turn"})
+
         # The model has rows for ids that its tokenizer has no text for.
         size = self.reciter.vocab_size
         self.assertGreater(size, self.answer[-1] + 1)
@@ -1096,6 +1111,19 @@ class Models(unittest.TestCase):
                 more, ended = detokenizer.push(token)
                 text += more
         self.assertEqual((text + detokenizer.finish(), ended), ("漢", "stop_string"))
+        # Several at once.
+        both = [nvfp4.Detokenizer(self.reciter), nvfp4.Detokenizer(self.reciter, max_tokens=len(self.answer))]
+        given = [nvfp4.Detokenizer.push_each(both, [token, token]) for token in self.answer]
+        for which, ended in ((0, None), (1, "length")):
+            self.assertEqual("".join(pair[which][0] for pair in given) + both[which].finish(), TEXT)
+            self.assertEqual([pair[which][1] for pair in given], [None] * (len(given) - 1) + [ended])
+        self.assertEqual(nvfp4.Detokenizer.push_each([], []), [])
+        again = nvfp4.Detokenizer(self.reciter)
+        for detokenizers, says in (([again, again], "0. and detokenizers.1. are the same"), ([again, both[1]], "detokenizers.1.: the sequence has ended"),
+                                   ([again], "2 tokens for 1 detokenizers")):
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, says):
+                nvfp4.Detokenizer.push_each(detokenizers, self.answer[:2])
+        self.assertEqual("".join(again.push(token)[0] for token in self.answer) + again.finish(), TEXT)
         # In the middle of a character.
         detokenizer = nvfp4.Detokenizer(self.reciter, self.answer[:1])
         self.assertEqual("".join(detokenizer.push(token)[0] for token in self.answer[1:]), TEXT)
@@ -1374,6 +1402,23 @@ class Conversations(unittest.TestCase):
         """Tokens of a prompt."""
         tokenizer = self.model.tokenizer
         return len(tokenizer.encode(tokenizer.render_chat(messages, **options), add_special=False))
+
+    def test_template(self):
+        """A template of the host renders the conversation, and its answers are read by it."""
+        shouting = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | upper }}<|im_end|>\n{% endfor %}"
+                    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+        asked = [{"role": "user", "content": "Hi"}]
+        self.assertEqual(self.model.tokenizer.render_chat(asked, chat_template=shouting), "<|im_start|>user\nHI<|im_end|>\n<|im_start|>assistant\n")
+        chat = self.model.chat(system="Be brief.")
+        chat.say("One")
+        for options in ({"chat_template": shouting}, {}):
+            result = chat.say("Two", **options)
+            self.assertEqual((result.text, result.reasoning.strip()), (thinker.ANSWER, self.THOUGHT))
+        kept = self.model.chat(chat_template=shouting)
+        kept.say("One")
+        self.assertIn("ONE<|im_end|>", self.model.tokenizer.decode(kept.tokens, skip_special=False))
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, r"does not parse: .*\(line 2\)"):
+            chat.say("Three", chat_template="\n{% for %}")
 
     def test_turns(self):
         """Five of them: earlier thoughts go, as the template has it, and no more is run than what that changes."""

@@ -57,6 +57,11 @@ def sessions() -> None:
     model = nvfp4.Model(pathlib.Path("model"), quantize={"recipe": "amax"}, device="cuda:1", activations="int8")
     session = model.session(context=100, kv_type="float32", eviction="drop_oldest", system="Be brief.")
     session.prefill(model.tokenizer.encode("text", special=False))
+    assert_type(model.tokenizer.token_bytes(1), bytes)
+    assert_type(model.tokenizer.is_special(1), bool)
+    for special in model.tokenizer.special_tokens:
+        assert_type(special, nvfp4.SpecialToken)
+        print("mask" in special.roles, special.token, special.name)
     how: GenerationOptions = {"temperature": 0.5, "stop": ["\n", 7], "max_tokens": 3}
     result = session.generate(lambda piece: print(piece.token, piece.part), **how)
     assert_type(result.finish, Finish)
@@ -68,6 +73,7 @@ def sessions() -> None:
     statuses: List[Optional[Type[nvfp4.Error]]] = []
     assert_type(nvfp4.step_sample([session], [1], temperature=0.0), List[int])
     assert_type(nvfp4.step_sample([session], [1], [how], statuses=statuses), List[Optional[int]])
+    assert_type(nvfp4.Detokenizer.push_each([nvfp4.Detokenizer(model)], (1,)), List[Tuple[str, Optional[Finish]]])
     text, finish = nvfp4.Detokenizer(model, stop="x").push(1)
     assert_type(finish, Optional[Finish])
 
@@ -75,6 +81,7 @@ def sessions() -> None:
     assert_type(grammar, nvfp4.Grammar)
     session.generate(grammar=nvfp4.Grammar.choices(model, ["a"]), tool_calls="held")
 
+    model.chat(chat_template="{{ messages }}").say("a", chat_template=b"{{ tools }}")
     nvfp4.Model("model", device=0)  # type: ignore[arg-type]
     session.generate(logit_bias={3: -1.5}, bad_words=[[1, 2], (3,)], presence_penalty=0.5, frequency_penalty=0.5)
     assert_type(session.score([[1, 2], (3,)])[0].total, float)

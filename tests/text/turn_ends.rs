@@ -10,11 +10,11 @@ use super::{json, published, with_fixed_date};
 
 /// GGUF's types of tokens.
 const NORMAL: i32 = 1;
-const CONTROL: i32 = 3;
-const USER_DEFINED: i32 = 4;
+pub(super) const CONTROL: i32 = 3;
+pub(super) const USER_DEFINED: i32 = 4;
 
 /// A byte-level tokenizer with a token for each byte, and these.
-fn tokenizer(tokens: &[(&str, i32)]) -> Tokenizer {
+pub(super) fn tokenizer(tokens: &[(&str, i32)]) -> Tokenizer {
     let shown = |byte: &u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let alphabet = (0..256).filter(shown).chain(0x100..0x144);
     let alphabet = alphabet.filter_map(char::from_u32).map(String::from);

@@ -95,6 +95,20 @@ module Model =
     /// The text of tokens.
     let decode (model: Model) (tokens: int[]) = model.Tokenizer.Decode(tokens)
 
+    /// The bytes that a token adds to a text, which may be a part of a character; the name of a special token.
+    let tokenBytes (model: Model) (token: int) = model.Tokenizer.TokenBytes(token)
+
+    /// The special tokens, and others with a role, in order of their ids.
+    let specialTokens (model: Model) = model.Tokenizer.SpecialTokens() |> List.ofSeq
+
+/// Text of tokens as they come, for those who step many sequences.
+[<RequireQualifiedAccess>]
+module Detokenizer =
+    /// Adds a token to each of several detokenizers, in one call: the text that each completes, and what ends its sequence.
+    let pushEach (detokenizers: Detokenizer seq) (tokens: int seq) =
+        let texts, finishes = Detokenizer.Push(Seq.toArray detokenizers, Seq.toArray tokens)
+        Array.zip texts finishes
+
 /// Training of models.
 [<RequireQualifiedAccess>]
 module Train =
@@ -240,6 +254,9 @@ module Turn =
 
     /// The tools that the model may call, as a JSON array.
     let tools (json: string) = changed (fun o -> o.Tools <- json)
+
+    /// A Jinja template in place of the model's own.
+    let chatTemplate (source: string) = changed (fun o -> o.ChatTemplate <- source)
 
     /// The most tokens of reasoning.
     let reasoningBudget (tokens: int) = changed (fun o -> o.ReasoningBudget <- Nullable tokens)

@@ -18,6 +18,9 @@ namespace LibNVFP4
         /// <summary>The tools that the model may call, as a JSON array in the form that chat servers take. Default: null, none.</summary>
         public string Tools { get; set; }
 
+        /// <summary>A Jinja template that renders the conversation in place of the model's own, by which reasoning, tool calls and the ends of answers are recognised too. Default: null, the model's.</summary>
+        public string ChatTemplate { get; set; }
+
         /// <summary>Whether earlier answers stay in the session with their reasoning, whatever the template does about it: a turn then runs only what it adds, but the model sees what it was not trained on. Default: no.</summary>
         public bool KeepReasoning { get; set; }
 
@@ -34,17 +37,20 @@ namespace LibNVFP4
                 return call(null);
             byte[] variables = Interop.Utf8(options.AllVariables(), nameof(Variables));
             byte[] tools = Interop.Utf8(options.Tools ?? "", nameof(Tools));
+            byte[] template = Interop.Utf8(options.ChatTemplate ?? "", nameof(ChatTemplate));
             NativeChatOptions raw;
             Interop.Check(Native.NVFP4_chat_options_init(&raw, (uint)sizeof(NativeChatOptions)));
             raw.KeepReasoning = Interop.Flag(options.KeepReasoning);
             if (options.ReasoningBudget is int tokens)
                 raw.ReasoningBudget = tokens;
-            fixed (byte* atVariables = variables, atTools = tools)
+            fixed (byte* atVariables = variables, atTools = tools, atTemplate = template)
             {
                 raw.Variables = atVariables;
                 raw.VariablesLength = Interop.Size(variables.Length);
                 raw.Tools = atTools;
                 raw.ToolsLength = Interop.Size(tools.Length);
+                raw.ChatTemplate = atTemplate;
+                raw.ChatTemplateLength = Interop.Size(template.Length);
                 return call(&raw);
             }
         }

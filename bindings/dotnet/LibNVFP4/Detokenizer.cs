@@ -1,6 +1,8 @@
 // The text of tokens as they come, for hosts that choose or step them on their own.
 
 using System;
+using System.Collections.Generic;
+using System.Threading;
 
 namespace LibNVFP4
 {
@@ -14,6 +16,9 @@ namespace LibNVFP4
         readonly DetokenizerHandle handle;
         // The native text lives until the next call, so what reads it must not be overtaken by another one.
         readonly object gate = new object();
+        // Calls with several take their gates in this order, so that none waits for another one for ever.
+        readonly long order = Interlocked.Increment(ref made);
+        static long made;
 
         /// <summary>Begins with a sequence.</summary>
         /// <param name="model">Whose tokens they are.</param>
@@ -53,6 +58,72 @@ namespace LibNVFP4
                 Interop.Check(Native.NVFP4_detokenizer_push(handle, token, &text, &length, &reason));
                 finish = (FinishReason)reason;
                 return Read(text, length);
+            }
+        }
+
+        /// <summary>Adds the next token to each of several detokenizers, in one call, and gives the texts that they complete, as <see cref="Push(int, out FinishReason)"/> does. If it fails, none has changed.</summary>
+        /// <param name="detokenizers">The detokenizers, each once.</param>
+        /// <param name="tokens">A token for each.</param>
+        /// <param name="finishes">What ends each sequence with its token, or <see cref="FinishReason.None"/>.</param>
+        public static string[] Push(IList<Detokenizer> detokenizers, int[] tokens, out FinishReason[] finishes)
+        {
+            if (detokenizers == null)
+                throw new ArgumentNullException(nameof(detokenizers));
+            if (tokens == null)
+                throw new ArgumentNullException(nameof(tokens));
+            var all = new Detokenizer[detokenizers.Count];
+            detokenizers.CopyTo(all, 0);
+            if (all.Length != tokens.Length)
+                throw new ArgumentException(tokens.Length + " tokens for " + all.Length + " detokenizers", nameof(tokens));
+            foreach (Detokenizer one in all)
+                if (one == null)
+                    throw new ArgumentNullException(nameof(detokenizers), "a detokenizer is null");
+            var inOrder = (Detokenizer[])all.Clone();
+            Array.Sort(inOrder, (a, b) => a.order.CompareTo(b.order));
+            int entered = 0;
+            try
+            {
+                for (; entered < inOrder.Length; entered++)
+                    Monitor.Enter(inOrder[entered].gate);
+                return PushHeld(all, tokens, out finishes);
+            }
+            finally
+            {
+                while (entered > 0)
+                    Monitor.Exit(inOrder[--entered].gate);
+            }
+        }
+
+        static string[] PushHeld(Detokenizer[] all, int[] tokens, out FinishReason[] finishes)
+        {
+            var handles = new IntPtr[all.Length];
+            var texts = new IntPtr[all.Length];
+            var lengths = new UIntPtr[all.Length];
+            var reasons = new int[all.Length];
+            int held = 0;
+            try
+            {
+                for (; held < all.Length; held++)
+                {
+                    bool added = false;
+                    all[held].handle.DangerousAddRef(ref added);
+                    handles[held] = all[held].handle.DangerousGetHandle();
+                }
+                fixed (IntPtr* atHandles = handles, atTexts = texts)
+                fixed (UIntPtr* atLengths = lengths)
+                fixed (int* atTokens = tokens, atReasons = reasons)
+                    Interop.Check(Native.NVFP4_detokenizers_push(atHandles, atTokens, Interop.Size(all.Length), (byte**)atTexts, atLengths,
+                        atReasons));
+                var read = new string[all.Length];
+                for (int i = 0; i < read.Length; i++)
+                    read[i] = Interop.Read((byte*)texts[i], lengths[i]);
+                finishes = Array.ConvertAll(reasons, reason => (FinishReason)reason);
+                return read;
+            }
+            finally
+            {
+                while (held > 0)
+                    all[--held].handle.DangerousRelease();
             }
         }
 

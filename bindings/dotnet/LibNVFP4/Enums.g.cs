@@ -241,6 +241,44 @@ namespace LibNVFP4
         Dat = 1,
     }
 
+    /// <summary>Roles of special tokens.</summary>
+    [System.Flags]
+    public enum TokenRoles
+    {
+        /// <summary>None is known.</summary>
+        None = 0,
+        /// <summary>It begins a text, as the model's files say: BOS.</summary>
+        BeginsText = 1,
+        /// <summary>It ends a text: EOS.</summary>
+        EndsText = 2,
+        /// <summary><c>NVFP4_model_tokenize()</c> with <c>add_special</c> adds it before or after a text.</summary>
+        Added = 4,
+        /// <summary>It ends a generation, unless <c>IgnoreModelStops</c> is set: a stop token of the model.</summary>
+        EndsGeneration = 8,
+        /// <summary>It fills rows of a batch in training: padding.</summary>
+        Padding = 16,
+        /// <summary>It stands for text that the vocabulary cannot spell.</summary>
+        Unknown = 32,
+        /// <summary>It stands between two texts: SEP.</summary>
+        Separator = 64,
+        /// <summary>It stands for a whole text in classification: CLS.</summary>
+        Classification = 128,
+        /// <summary>It stands for a token that is to be guessed: MASK.</summary>
+        Mask = 256,
+        /// <summary>It begins the reasoning of an answer.</summary>
+        BeginsReasoning = 512,
+        /// <summary>It ends the reasoning of an answer.</summary>
+        EndsReasoning = 1024,
+        /// <summary>It begins a tool call, or several.</summary>
+        BeginsToolCall = 2048,
+        /// <summary>It ends a tool call, or several.</summary>
+        EndsToolCall = 4096,
+        /// <summary>It begins a turn of a conversation: the first special token that the chat template writes for a message.</summary>
+        BeginsTurn = 8192,
+        /// <summary>It ends an answer: the chat template writes it after one, or it is known by its name.</summary>
+        EndsTurn = 16384,
+    }
+
     /// <summary>Precision of cached keys and values.</summary>
     public enum KvType
     {

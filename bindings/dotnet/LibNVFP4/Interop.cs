@@ -79,6 +79,13 @@ namespace LibNVFP4
             return count == 0 ? "" : Strict.GetString(text, count);
         }
 
+        /// Text of bytes that need not be UTF-8: invalid ones become U+FFFD.
+        internal static string ReadAny(byte* text, UIntPtr length)
+        {
+            int count = checked((int)length.ToUInt64());
+            return count == 0 ? "" : Encoding.UTF8.GetString(text, count);
+        }
+
         internal static string ReadZ(IntPtr text)
         {
             byte* at = (byte*)text;

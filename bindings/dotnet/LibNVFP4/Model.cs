@@ -179,6 +179,29 @@ namespace LibNVFP4
         public void Dispose() => Handle.Dispose();
     }
 
+    /// <summary>A special token, or another one with a role.</summary>
+    public sealed class SpecialToken
+    {
+        internal unsafe SpecialToken(NativeSpecialToken token)
+        {
+            Token = token.Token;
+            Roles = (TokenRoles)token.Roles;
+            Name = Interop.ReadAny(token.Name, token.NameLength);
+        }
+
+        /// <summary>Its id.</summary>
+        public int Token { get; }
+
+        /// <summary>Its roles.</summary>
+        public TokenRoles Roles { get; }
+
+        /// <summary>Its name, such as "&lt;|im_end|&gt;".</summary>
+        public string Name { get; }
+
+        /// <summary>The name with id and roles.</summary>
+        public override string ToString() => $"{Name} ({Token}: {Roles})";
+    }
+
     /// <summary>Text to tokens and back, as a model wants it. Lives as long as its model.</summary>
     public sealed unsafe class Tokenizer
     {
@@ -241,6 +264,33 @@ namespace LibNVFP4
                     return Native.NVFP4_model_detokenize(model.Handle, at, Interop.Size(tokens.Length), Interop.Flag(skipSpecial),
                         buffer, capacity, length);
             });
+        }
+
+        /// <summary>The bytes that a token adds to a text, which may be a part of a character; the name of a special token. Those of all tokens of a text, one after the other, are that text, after a space if it is a sentencepiece tokenizer.</summary>
+        /// <param name="token">The token.</param>
+        public byte[] TokenBytes(int token) =>
+            Interop.Array<byte>((buffer, capacity, length) =>
+                Native.NVFP4_model_token_bytes(model.Handle, token, (byte*)buffer, capacity, length, null));
+
+        /// <summary>Whether a token is special, so that its bytes are a name and no text.</summary>
+        /// <param name="token">The token.</param>
+        public bool IsSpecial(int token)
+        {
+            UIntPtr length;
+            int special;
+            Interop.Check(Native.NVFP4_model_token_bytes(model.Handle, token, null, UIntPtr.Zero, &length, &special));
+            return special != 0;
+        }
+
+        /// <summary>The special tokens, and others with a role, in order of their ids.</summary>
+        public IList<SpecialToken> SpecialTokens()
+        {
+            NativeSpecialToken[] found = Interop.Array<NativeSpecialToken>((buffer, capacity, count) =>
+                Native.NVFP4_model_special_tokens(model.Handle, (NativeSpecialToken*)buffer, Interop.Size(sizeof(NativeSpecialToken)),
+                    capacity, count));
+            SpecialToken[] tokens = Array.ConvertAll(found, token => new SpecialToken(token));
+            GC.KeepAlive(model);
+            return tokens;
         }
 
 #if NETCOREAPP

@@ -310,6 +310,21 @@ namespace LibNVFP4
         internal ulong EvictedTokens;
     }
 
+    // A special token, or another one with a role. Later versions may add fields at the end: functions that take an array of these also
+    // take the size of an element.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeSpecialToken
+    {
+        // The id.
+        internal int Token;
+        // The sum of its NVFP4_TOKEN_ROLE_*; 0 if none is known.
+        internal int Roles;
+        // Its name, the bytes that NVFP4_model_token_bytes() gives, without a NUL after them. Valid as long as the model has a reference.
+        internal byte* Name;
+        // Bytes of `name`.
+        internal UIntPtr NameLength;
+    }
+
     // A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an
     // element.
     [StructLayout(LayoutKind.Sequential)]
@@ -595,7 +610,7 @@ namespace LibNVFP4
         // The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text that the
         // model's maker provides for this, and the answer follows. No effect on models without reasoning. Default: -1.
         internal long ReasoningBudget;
-        // Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable that the
+        // Variables of the chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable that the
         // template never reads has no effect, and is logged as a warning. Default: NULL.
         internal byte* Variables;
         // Bytes of `variables`.
@@ -605,6 +620,13 @@ namespace LibNVFP4
         internal byte* Tools;
         // Bytes of `tools`.
         internal UIntPtr ToolsLength;
+        // A Jinja template in UTF-8 that renders the conversation in place of the model's own, or NULL for that. Reasoning, tool calls and
+        // the ends of answers are recognised by it as they are by the model's. #NVFP4_INVALID_ARGUMENT names the line of one that does not
+        // compile, or fails. The model keeps the 16 that were used last compiled. A conversation may go on with another one: see the
+        // beginning of this chapter. Default: NULL.
+        internal byte* ChatTemplate;
+        // Bytes of `chat_template`.
+        internal UIntPtr ChatTemplateLength;
     }
 
     // Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ.
@@ -1559,6 +1581,28 @@ namespace LibNVFP4
         internal static extern int NVFP4_model_detokenize(ModelHandle model, int* tokens, UIntPtr count, int skipSpecial, byte* buffer,
             UIntPtr capacity, UIntPtr* length);
 
+        // Writes the bytes that a token adds to a text. They may be a part of a character. The bytes of all tokens of a text, one after the
+        // other, are that text, as the tokenizer's normalizer has changed it: a sentencepiece tokenizer writes a space before the first
+        // word, which NVFP4_model_detokenize() leaves out again, and others compose characters (NFC). Text that the vocabulary cannot spell
+        // is lost: its token is the special one for unknown text. A special token has the bytes of its name. Ids in the model's vocabulary
+        // that its tokenizer lacks have none; for ids that neither has, #NVFP4_INVALID_ARGUMENT names the range.
+        //
+        // - `buffer`, `capacity`, `length`: see ARRAYS OUT above.
+        // - `is_special`: 1 if the token is special, so that its bytes are a name and no text, else 0. May be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_token_bytes(ModelHandle model, int token, byte* buffer, UIntPtr capacity, UIntPtr* length,
+            int* isSpecial);
+
+        // Writes the special tokens of a model, and other tokens that have a role, in order of their ids: those that its tokenizer marks as
+        // special; those that `tokenizer_config.json`, `special_tokens_map.json`, the config or GGUF metadata name; stop tokens; and the
+        // marks of reasoning, tool calls and turns that the library recognises by the chat template, as far as each is one token.
+        //
+        // - `tokens`: room for `capacity` elements of `token_size` bytes: sizeof(NVFP4_SpecialToken).
+        // - `count`: see ARRAYS OUT above.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_special_tokens(ModelHandle model, NativeSpecialToken* tokens, UIntPtr tokenSize,
+            UIntPtr capacity, UIntPtr* count);
+
         // Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size` bytes,
         // which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking for the length
         // first does not double the work, as for NVFP4_model_tokenize(). In this text, names of special tokens within messages look like
@@ -1997,6 +2041,17 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_detokenizer_push(DetokenizerHandle detokenizer, int token, byte** text, UIntPtr* length,
             int* finish);
+
+        // Adds the next token to each of several detokenizers, in one call: the same results as a call of NVFP4_detokenizer_push() for
+        // each. The detokenizers may be of different models, and each is there once. If a call fails, none of them has changed, and no
+        // result is written.
+        //
+        // - `detokenizers`, `tokens`: `count` elements each.
+        // - `texts`: receives `count` texts, each valid until the next call with its detokenizer.
+        // - `lengths`, `finishes`: receive `count` elements each; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_detokenizers_push(IntPtr* detokenizers, int* tokens, UIntPtr count, byte** texts, UIntPtr* lengths,
+            int* finishes);
 
         // Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a stop
         // string there is none. An incomplete character gives no text: see NVFP4_detokenizer_create() for continuing it.

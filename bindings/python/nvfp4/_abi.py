@@ -10,9 +10,9 @@ __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
     "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions", "LogCallback", "LogRelease",
     "LogitsEvent", "LogitsProcessor", "Message", "MicroBatch", "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions",
-    "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "Status",
-    "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR",
-    "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
+    "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions",
+    "SpecialToken", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions",
+    "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -227,6 +227,39 @@ CHOICES: Dict[str, Dict[str, int]] = {
         "modelopt": 0,
         # A `.dat` file of TorchSharp with single-level scales, and config and tokenizer beside it.
         "dat": 1,
+    },
+    # Roles of special tokens.
+    "token_role": {
+        # It begins a text, as the model's files say: BOS.
+        "begins_text": 1,
+        # It ends a text: EOS.
+        "ends_text": 2,
+        # NVFP4_model_tokenize() with `add_special` adds it before or after a text.
+        "added": 4,
+        # It ends a generation, unless `ignore_model_stops` is set: a stop token of the model.
+        "ends_generation": 8,
+        # It fills rows of a batch in training: padding.
+        "padding": 16,
+        # It stands for text that the vocabulary cannot spell.
+        "unknown": 32,
+        # It stands between two texts: SEP.
+        "separator": 64,
+        # It stands for a whole text in classification: CLS.
+        "classification": 128,
+        # It stands for a token that is to be guessed: MASK.
+        "mask": 256,
+        # It begins the reasoning of an answer.
+        "begins_reasoning": 512,
+        # It ends the reasoning of an answer.
+        "ends_reasoning": 1024,
+        # It begins a tool call, or several.
+        "begins_tool_call": 2048,
+        # It ends a tool call, or several.
+        "ends_tool_call": 4096,
+        # It begins a turn of a conversation: the first special token that the chat template writes for a message.
+        "begins_turn": 8192,
+        # It ends an answer: the chat template writes it after one, or it is known by its name.
+        "ends_turn": 16384,
     },
     # Precision of cached keys and values.
     "kv": {
@@ -773,6 +806,26 @@ class ModelStatistics(Structure):
     ]
 
 
+class SpecialToken(Structure):
+    """
+    A special token, or another one with a role. Later versions may add fields at the end: functions that take an array of these also take
+    the size of an element.
+
+    - `token`: The id.
+    - `roles`: The sum of its NVFP4_TOKEN_ROLE_*; 0 if none is known.
+    - `name`: Its name, the bytes that NVFP4_model_token_bytes() gives, without a NUL after them. Valid as long as the model has a
+      reference.
+    - `name_length`: Bytes of `name`.
+    """
+
+    _fields_ = [
+        ("token", c_int32),
+        ("roles", c_int32),
+        ("name", c_void_p),
+        ("name_length", c_size_t),
+    ]
+
+
 class Message(Structure):
     """
     A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take the size of an
@@ -1094,12 +1147,17 @@ class ChatOptions(Structure):
       its new tokens, but the model gets a prompt unlike those it was trained on, and the context fills sooner. Default: 0.
     - `reasoning_budget`: The most tokens of reasoning, or -1 for any number. After that many the library closes the reasoning with the text
       that the model's maker provides for this, and the answer follows. No effect on models without reasoning. Default: -1.
-    - `variables`: Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable
-      that the template never reads has no effect, and is logged as a warning. Default: NULL.
+    - `variables`: Variables of the chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A variable that the
+      template never reads has no effect, and is logged as a warning. Default: NULL.
     - `variables_length`: Bytes of `variables`.
     - `tools`: The tools that the model may call: a JSON array of `{"type": "function", "function": {"name": ..., "description": ...,
       "parameters": {...}}}`, or NULL for none. #NVFP4_UNSUPPORTED if the template does not support tools. Default: NULL.
     - `tools_length`: Bytes of `tools`.
+    - `chat_template`: A Jinja template in UTF-8 that renders the conversation in place of the model's own, or NULL for that. Reasoning,
+      tool calls and the ends of answers are recognised by it as they are by the model's. #NVFP4_INVALID_ARGUMENT names the line of one that
+      does not compile, or fails. The model keeps the 16 that were used last compiled. A conversation may go on with another one: see the
+      beginning of this chapter. Default: NULL.
+    - `chat_template_length`: Bytes of `chat_template`.
     """
 
     _fields_ = [
@@ -1110,6 +1168,8 @@ class ChatOptions(Structure):
         ("variables_length", c_size_t),
         ("tools", c_void_p),
         ("tools_length", c_size_t),
+        ("chat_template", c_void_p),
+        ("chat_template_length", c_size_t),
     ]
 
 
@@ -2110,6 +2170,28 @@ FUNCTIONS: Tuple[Function, ...] = (
         UTF-8 become U+FFFD: for a stream of tokens use a detokenizer or the text of a generation, which wait for whole characters. Asking
         for the length first does not double the work, as for NVFP4_model_tokenize().
         """),
+    Function("model_token_bytes", (c_void_p, c_int32, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
+        NVFP4_model_token_bytes(const NVFP4_Model *model, int32_t token, uint8_t *buffer, size_t capacity, size_t *length, int32_t *is_special)
+
+        Writes the bytes that a token adds to a text. They may be a part of a character. The bytes of all tokens of a text, one after the
+        other, are that text, as the tokenizer's normalizer has changed it: a sentencepiece tokenizer writes a space before the first word,
+        which NVFP4_model_detokenize() leaves out again, and others compose characters (NFC). Text that the vocabulary cannot spell is lost:
+        its token is the special one for unknown text. A special token has the bytes of its name. Ids in the model's vocabulary that its
+        tokenizer lacks have none; for ids that neither has, #NVFP4_INVALID_ARGUMENT names the range.
+
+        - `buffer`, `capacity`, `length`: see ARRAYS OUT above.
+        - `is_special`: 1 if the token is special, so that its bytes are a name and no text, else 0. May be NULL.
+        """),
+    Function("model_special_tokens", (c_void_p, c_void_p, c_size_t, c_size_t, c_void_p), Status, """
+        NVFP4_model_special_tokens(const NVFP4_Model *model, NVFP4_SpecialToken *tokens, size_t token_size, size_t capacity, size_t *count)
+
+        Writes the special tokens of a model, and other tokens that have a role, in order of their ids: those that its tokenizer marks as
+        special; those that `tokenizer_config.json`, `special_tokens_map.json`, the config or GGUF metadata name; stop tokens; and the marks
+        of reasoning, tool calls and turns that the library recognises by the chat template, as far as each is one token.
+
+        - `tokens`: room for `capacity` elements of `token_size` bytes: sizeof(NVFP4_SpecialToken).
+        - `count`: see ARRAYS OUT above.
+        """),
     Function("model_render_chat", (c_void_p, c_void_p, c_size_t, c_size_t, c_int32, c_void_p, c_size_t, c_void_p), Status, """
         NVFP4_model_render_chat(const NVFP4_Model *model, const NVFP4_Message *messages, size_t count, size_t message_size, int32_t add_generation_prompt, char *buffer, size_t capacity, size_t *length)
 
@@ -2581,6 +2663,17 @@ FUNCTIONS: Tuple[Function, ...] = (
         that has ended takes no more tokens.
 
         - `length`, `finish`: may be NULL.
+        """),
+    Function("detokenizers_push", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_detokenizers_push(NVFP4_Detokenizer *const *detokenizers, const int32_t *tokens, size_t count, const char **texts, size_t *lengths, int32_t *finishes)
+
+        Adds the next token to each of several detokenizers, in one call: the same results as a call of NVFP4_detokenizer_push() for each.
+        The detokenizers may be of different models, and each is there once. If a call fails, none of them has changed, and no result is
+        written.
+
+        - `detokenizers`, `tokens`: `count` elements each.
+        - `texts`: receives `count` texts, each valid until the next call with its detokenizer.
+        - `lengths`, `finishes`: receive `count` elements each; may be NULL.
         """),
     Function("detokenizer_finish", (c_void_p, c_void_p, c_void_p), Status, """
         NVFP4_detokenizer_finish(NVFP4_Detokenizer *detokenizer, const char **text, size_t *length)

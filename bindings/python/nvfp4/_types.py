@@ -5,7 +5,7 @@ from typing import Literal, TypedDict
 __all__ = [
     "Activations", "Clip", "ComputePath", "Container", "DataFormat", "Dtype", "EmptyThink", "Eviction", "Finish", "FirstMoments",
     "Format", "GrammarKind", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Outcome", "Part", "Recipe", "Rounding",
-    "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "ToolCalls", "WeightForm",
+    "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "TokenRole", "ToolCalls", "WeightForm",
 ]
 
 # Severity of log messages.
@@ -31,6 +31,9 @@ ComputePath = Literal["auto", "kernel_only", "kernel_or_fallback", "dequant_matm
 Format = Literal["nvfp4", "nf4"]
 # Output format of a conversion.
 Container = Literal["modelopt", "dat"]
+# Roles of special tokens.
+TokenRole = Literal["begins_text", "ends_text", "added", "ends_generation", "padding", "unknown", "separator", "classification", "mask",
+                    "begins_reasoning", "ends_reasoning", "begins_tool_call", "ends_tool_call", "begins_turn", "ends_turn"]
 # Precision of cached keys and values.
 KvType = Literal["float16", "float32", "float8"]
 # Treatment of tokens that do not fit in a session.

@@ -5,6 +5,7 @@ import ctypes
 import itertools
 import json
 import threading
+import typing
 
 from . import native
 from .native import Handle, InvalidArgument, Single, chosen, lib
@@ -12,7 +13,7 @@ from .streams import Score, Stream
 
 
 # Options of a chat's turn. All others are those of a generation or of a session.
-_CHAT_OPTIONS = ("think", "variables", "tools", "reasoning_budget", "keep_reasoning")
+_CHAT_OPTIONS = ("think", "variables", "tools", "reasoning_budget", "keep_reasoning", "chat_template")
 
 
 def _take_chat_options(options):
@@ -36,7 +37,7 @@ def _chat_options(values):
     budget = values.get("reasoning_budget")
     return native.options(native.ChatOptions, {
         "variables": json.dumps(variables) if variables else "",
-        "tools": json.dumps(values["tools"]) if values.get("tools") else "",
+        "tools": json.dumps(values["tools"]) if values.get("tools") else "", "chat_template": values.get("chat_template") or "",
         "reasoning_budget": -1 if budget is None else budget, "keep_reasoning": bool(values.get("keep_reasoning"))})
 
 
@@ -130,6 +131,14 @@ def _watched(call, cancel=None, progress=None):
     return outcome["result"]
 
 
+class SpecialToken(typing.NamedTuple):
+    """A special token, or another one with a role: its id, its name, and the names of its roles, such as "ends_text"."""
+
+    token: int
+    name: str
+    roles: typing.FrozenSet[str]
+
+
 class Tokenizer(Single):
     """A model's tokenizer: text to token ids and back."""
 
@@ -152,6 +161,29 @@ class Tokenizer(Single):
         """Ids that are in the model's vocabulary but not in its tokenizer give no text."""
         tokens = _tokens(tokens)
         return native.text_out(lib.model_detokenize, self._model, tokens, len(tokens), skip_special)
+
+    def token_bytes(self, token):
+        """
+        The bytes that a token adds to a text, which may be a part of a character; the name of a special token. Those of all tokens of a
+        text, joined, are that text, after a space if it is a sentencepiece tokenizer.
+        """
+        return bytes(native.items_out(ctypes.c_uint8, lambda *place: lib.model_token_bytes(self._model, token, *place, None)))
+
+    def is_special(self, token):
+        """Whether a token is special, so that its bytes are a name and no text."""
+        out, length = ctypes.c_int32(), ctypes.c_size_t()
+        lib.model_token_bytes(self._model, token, None, 0, ctypes.byref(length), ctypes.byref(out))
+        return bool(out.value)
+
+    @property
+    def special_tokens(self):
+        """The special tokens, and others with a role, in order of their ids."""
+        size = ctypes.sizeof(native.SpecialToken)
+        found = native.items_out(native.SpecialToken, lambda buffer, capacity, count: lib.model_special_tokens(
+            self._model, buffer, size, capacity, count))
+        names = native.CHOICES["token_role"].items()
+        return [SpecialToken(one.token, ctypes.string_at(one.name, one.name_length).decode(errors="replace"),
+                             frozenset(name for name, bit in names if one.roles & bit)) for one in found]
 
     def render_chat(self, messages, add_generation_prompt=True, **options):
         """
@@ -332,7 +364,7 @@ class Session(Handle):
     model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), prompt_lookup (tokens that a step
     drafts at most where the last tokens have occurred before; none unless told), grammar (a Grammar that the text fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
     dictionary from tokens to what their logits get; -math.inf excludes a token), presence_penalty, frequency_penalty, bad_words (sequences
-    of tokens that are not completed, such as model.tokenize_plain(" word", add_special=False)), logits_processor (a function that changes
+    of tokens that are not completed, such as model.tokenizer.encode(" word", False, special=False)), logits_processor (a function that changes
     the logits of each choice).
 
     A logits_processor is called with a writable memoryview of the logits, floats that numpy.frombuffer() takes without a copy; a
@@ -505,7 +537,7 @@ class ChatSession(Session):
     """
     A conversation with a model. Beside a session's its options are those of turns, which each turn may be given otherwise: think
     (True or False, where the model can do both; the variable enable_thinking of its template), variables (a dictionary of
-    others), tools (a list of dictionaries, as chat servers take them), reasoning_budget (the most tokens of reasoning),
+    others), tools (a list of dictionaries, as chat servers take them), chat_template (Jinja in place of the model's own), reasoning_budget (the most tokens of reasoning),
     keep_reasoning (earlier reasoning stays in the session, so that a turn runs only what it adds).
 
     Tokens are drawn as the model recommends (see Model.generate_options()), as far as a turn is not told otherwise. Of what the
@@ -644,6 +676,19 @@ class Detokenizer(Handle):
         finish = ctypes.c_int32()
         text = self._given(lib.detokenizer_push, token, finish=finish)
         return text, None if finish.value < 0 else chosen("finish", finish.value)
+
+    @staticmethod
+    def push_each(detokenizers, tokens):
+        """Pushes a token to each of several detokenizers, in one call: a list of what push() gives. If it fails, none has changed."""
+        tokens = _tokens(tokens)
+        count = len(tokens)
+        if len(detokenizers) != count:
+            raise InvalidArgument(f"{count} tokens for {len(detokenizers)} detokenizers")
+        handles = (ctypes.c_void_p * count)(*(one._as_parameter_ for one in detokenizers))
+        texts, lengths, finishes = (ctypes.c_void_p * count)(), (ctypes.c_size_t * count)(), (ctypes.c_int32 * count)()
+        lib.detokenizers_push(handles, tokens, count, texts, lengths, finishes)
+        return [(ctypes.string_at(text, length).decode(), None if finish < 0 else chosen("finish", finish))
+                for text, length, finish in zip(texts, lengths, finishes)]
 
     def finish(self):
         """Ends the sequence, and gives the text that was held back."""

@@ -258,7 +258,7 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
         elif field == "files" and "file_count" in kinds:
             for name, array in zip(("files", "file_lengths"), paths_in(value)):
                 point(name, "file_count", array)
-        elif field in ("backend", "system", "variables", "tools", "config", "separator", "teacher") and field in kinds:
+        elif field in ("backend", "system", "variables", "tools", "config", "separator", "teacher", "chat_template") and field in kinds:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))

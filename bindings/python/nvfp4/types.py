@@ -74,6 +74,7 @@ class TurnOptions(_types.ChatOptions, total=False):
     think: bool
     variables: Mapping[str, Any]
     tools: Sequence[Tool]
+    chat_template: Text
 
 
 class ChatOptions(SessionOptions, TurnOptions, total=False):

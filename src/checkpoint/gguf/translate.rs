@@ -417,9 +417,9 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
             // Some converters write an id of all ones for "none".
             None | Some(0xffff_ffff) => Ok(None),
             Some(id) if id < tokens.len() as u64 => Ok(Some(id as u32)),
-            Some(id) if name == "padding" => {
+            Some(id) if UNUSED_TOKENS.contains(&name) => {
                 tracing::warn!(
-                    "'{key}' is {id}, but there are {} tokens; it is ignored, as nothing is padded",
+                    "'{key}' is {id}, but there are {} tokens; it is ignored, as generations do not use it",
                     tokens.len()
                 );
                 Ok(None)
@@ -451,12 +451,18 @@ pub(super) fn vocabulary(pairs: &mut Pairs) -> Result<Option<Vocabulary>> {
         chat_template: text("tokenizer.chat_template")?,
         rare: Box::new(RareEntries {
             ends: id("eot")?.into_iter().chain(other_ends).collect(),
+            separator: id("seperator")?,
+            classification: id("cls")?,
+            mask: id("mask")?,
             tool_template: text("tokenizer.chat_template.tool_use")?,
         }),
         sampling: Box::new(sampling(pairs)?),
         tokens,
     }))
 }
+
+/// Tokens whose id is only reported, as GGUF spells their names.
+const UNUSED_TOKENS: [&str; 4] = ["padding", "seperator", "cls", "mask"];
 
 /// End tokens of a file beyond one for sequences and one for turns: lists as written by Ollama, and the end of a message that calls a tool.
 /// Ids without a token are left out.

@@ -113,9 +113,11 @@ impl Conversation {
         Ok(())
     }
 
-    pub(super) fn think(&mut self, on: bool) {
+    pub(super) fn think(&mut self, on: bool) -> Result<()> {
         self.chat.variables.insert(THINKING.to_owned(), on.into());
-        prompting::warn_of_unread(&self.model, &self.chat.variables);
+        let written = self.model.chat_text(self.chat.template.as_deref())?;
+        prompting::warn_of_unread(written.template(), &self.chat.variables);
+        Ok(())
     }
 
     pub(super) fn reset(&mut self) -> Result<()> {

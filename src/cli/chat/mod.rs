@@ -44,8 +44,8 @@ const SHORT: usize = 40;
 
 pub(super) fn run(args: &Args) -> Result<()> {
     let model = args.model.load()?;
-    model::warn_of_template(&model);
-    prompting::warn_of_stand_in(&model);
+    args.prompting.warn_of_template(&model);
+    args.prompting.warn_of_stand_in(&model);
     let chat = ChatOptions {
         keep_reasoning: args.keep_reasoning,
         ..args.prompting.options(&model)?
@@ -149,7 +149,7 @@ impl Chat {
             Some(Command::Save(file)) => conversation.session.save(&file)?,
             Some(Command::Stats) => conversation.stats()?,
             Some(Command::System(text)) => conversation.system = Some(text.to_owned()),
-            Some(Command::Think(on)) => conversation.think(on),
+            Some(Command::Think(on)) => conversation.think(on)?,
             Some(Command::Tools(file)) => {
                 conversation.chat.tools = match file {
                     Some(file) => prompting::read_tools(&file)?,

@@ -22,6 +22,10 @@ impl ToolCallForm for DeepSeek {
         &[BEGINS[0], BEGINS[1], ENDS[0], ENDS[1], SEPARATOR]
     }
 
+    fn ends(&self) -> &[&'static str] {
+        &ENDS
+    }
+
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         if scan.at == 0 && scan.has_calls {
             if let Some(step) = after_call(text, char::is_whitespace, Some(ENDS[0])) {

@@ -2,6 +2,7 @@
 
 use super::section::ToolCallForm;
 use super::{deepseek, gemma, harmony, json, llama, mistral, python, xml};
+use crate::text::TokenRole;
 
 /// The marks around reasoning.
 #[derive(Debug, PartialEq, Eq)]
@@ -134,6 +135,27 @@ impl AnswerForm {
     /// The marks around reasoning, if the model reasons.
     pub fn reasoning(&self) -> Option<&Reasoning> {
         self.reasoning
+    }
+
+    /// Marks with a role in answers, which are tokens of some tokenizers.
+    pub(in crate::text) fn roles_of_marks(&self) -> Vec<(TokenRole, &'static str)> {
+        let mut found = Vec::new();
+        if let Some(reasoning) = self.reasoning {
+            found.push((TokenRole::BeginsReasoning, reasoning.begin));
+            found.push((TokenRole::EndsReasoning, reasoning.end));
+        }
+        // Every message of an answer with headers begins with the same mark.
+        match (self.has_headers, self.calls) {
+            (true, _) => found.push((TokenRole::BeginsTurn, harmony::START)),
+            (false, Some(calls)) => {
+                let begins = calls.begins().iter();
+                found.extend(begins.map(|&mark| (TokenRole::BeginsToolCall, mark)));
+            }
+            (false, None) => {}
+        }
+        let ends = self.calls.map_or(&[][..], |calls| calls.ends()).iter();
+        found.extend(ends.map(|&mark| (TokenRole::EndsToolCall, mark)));
+        found
     }
 
     /// Names of tokens that must be shown to the parser as text although they are special and normally give no text.

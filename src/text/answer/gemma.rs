@@ -27,6 +27,10 @@ impl ToolCallForm for Gemma {
         &self.marks
     }
 
+    fn ends(&self) -> &[&'static str] {
+        &self.marks[1..2]
+    }
+
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         let [begin, end, quote] = self.marks;
         between(text, scan, (begin, end), whole, |body| {

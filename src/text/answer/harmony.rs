@@ -8,7 +8,7 @@ use super::section::{
     Found, HEADER, Scan, SectionStep, ToolCallForm, Written, is_begun, search, written,
 };
 
-const START: &str = "<|start|>";
+pub(super) const START: &str = "<|start|>";
 const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
 const CALL: &str = "<|call|>";
@@ -112,6 +112,10 @@ impl ToolCallForm for Harmony {
     fn marks(&self) -> &[&'static str] {
         // The marks at the end of an answer are not part of it.
         &[START, CHANNEL, MESSAGE, "<|constrain|>", "<|end|>"]
+    }
+
+    fn ends(&self) -> &[&'static str] {
+        &[CALL]
     }
 
     fn read(&self, text: &str, scan: &mut Scan, _whole: bool) -> SectionStep {

@@ -55,7 +55,7 @@ impl AnswerForm {
     }
 
     /// The texts of which one begins a call.
-    pub fn call_marks(&self) -> &[&'static str] {
+    pub fn call_marks(&self) -> &'static [&'static str] {
         self.calls.map_or(&[], |form| form.begins())
     }
 }

@@ -59,6 +59,10 @@ impl ToolCallForm for Json {
         self.marks
     }
 
+    fn ends(&self) -> &[&'static str] {
+        &self.marks[1..]
+    }
+
     fn written(&self) -> Option<WrittenCall> {
         self.written
     }

@@ -28,6 +28,10 @@ impl ToolCallForm for Python {
         &self.marks
     }
 
+    fn ends(&self) -> &[&'static str] {
+        &self.marks[1..]
+    }
+
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         between(text, scan, (self.marks[0], self.marks[1]), whole, calls)
     }

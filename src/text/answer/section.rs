@@ -14,6 +14,11 @@ pub(super) trait ToolCallForm: Sync {
     /// All marks of the family, which may be special tokens of a tokenizer.
     fn marks(&self) -> &[&'static str];
 
+    /// The marks after a call, or after a section.
+    fn ends(&self) -> &[&'static str] {
+        &[]
+    }
+
     /// Whether an answer may begin with a section without a mark, at a `{`.
     fn is_bare(&self) -> bool {
         false

@@ -34,6 +34,10 @@ impl ToolCallForm for Xml {
         &self.marks
     }
 
+    fn ends(&self) -> &[&'static str] {
+        &self.marks[1..]
+    }
+
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         let [begin, end] = self.marks;
         if scan.has_calls {

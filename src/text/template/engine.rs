@@ -226,6 +226,7 @@ impl std::io::Write for Prompt {
     }
 }
 
+/// The messages of an error and of its causes, in one line, with the line of the template.
 fn chain(error: &minijinja::Error) -> String {
     let mut text = error.to_string();
     let mut source = std::error::Error::source(error);
@@ -233,7 +234,8 @@ fn chain(error: &minijinja::Error) -> String {
         text = format!("{text}: {cause}");
         source = cause.source();
     }
-    text
+    text.replace(&format!("(in {NAME}:"), "(line ")
+        .replace('\n', " ")
 }
 
 /// `{% generation %}` marks the assistant's words for training masks and prints nothing itself. Jinja calls it an

@@ -370,6 +370,51 @@ extern "C" {
  */
 #define NVFP4_KV_FLOAT8 2
 
+/** It begins a text, as the model's files say: BOS. */
+#define NVFP4_TOKEN_ROLE_BEGINS_TEXT 1
+
+/** It ends a text: EOS. */
+#define NVFP4_TOKEN_ROLE_ENDS_TEXT 2
+
+/** NVFP4_model_tokenize() with `add_special` adds it before or after a text. */
+#define NVFP4_TOKEN_ROLE_ADDED 4
+
+/** It ends a generation, unless `ignore_model_stops` is set: a stop token of the model. */
+#define NVFP4_TOKEN_ROLE_ENDS_GENERATION 8
+
+/** It fills rows of a batch in training: padding. */
+#define NVFP4_TOKEN_ROLE_PADDING 16
+
+/** It stands for text that the vocabulary cannot spell. */
+#define NVFP4_TOKEN_ROLE_UNKNOWN 32
+
+/** It stands between two texts: SEP. */
+#define NVFP4_TOKEN_ROLE_SEPARATOR 64
+
+/** It stands for a whole text in classification: CLS. */
+#define NVFP4_TOKEN_ROLE_CLASSIFICATION 128
+
+/** It stands for a token that is to be guessed: MASK. */
+#define NVFP4_TOKEN_ROLE_MASK 256
+
+/** It begins the reasoning of an answer. */
+#define NVFP4_TOKEN_ROLE_BEGINS_REASONING 512
+
+/** It ends the reasoning of an answer. */
+#define NVFP4_TOKEN_ROLE_ENDS_REASONING 1024
+
+/** It begins a tool call, or several. */
+#define NVFP4_TOKEN_ROLE_BEGINS_TOOL_CALL 2048
+
+/** It ends a tool call, or several. */
+#define NVFP4_TOKEN_ROLE_ENDS_TOOL_CALL 4096
+
+/** It begins a turn of a conversation: the first special token that the chat template writes for a message. */
+#define NVFP4_TOKEN_ROLE_BEGINS_TURN 8192
+
+/** It ends an answer: the chat template writes it after one, or it is known by its name. */
+#define NVFP4_TOKEN_ROLE_ENDS_TURN 16384
+
 /** A directory with safetensors in ModelOpt's layout, config and tokenizer. */
 #define NVFP4_CONTAINER_MODELOPT 0
 
@@ -951,6 +996,21 @@ typedef struct NVFP4_ModelStatistics {
 } NVFP4_ModelStatistics;
 
 /**
+ * A special token, or another one with a role. Later versions may add fields at the end: functions that take an array of these also take
+ * the size of an element.
+ */
+typedef struct NVFP4_SpecialToken {
+    /** The id. */
+    int32_t token;
+    /** The sum of its NVFP4_TOKEN_ROLE_*; 0 if none is known. */
+    int32_t roles;
+    /** Its name, the bytes that NVFP4_model_token_bytes() gives, without a NUL after them. Valid as long as the model has a reference. */
+    const char *name;
+    /** Bytes of `name`. */
+    size_t name_length;
+} NVFP4_SpecialToken;
+
+/**
  * A message of a conversation. Later versions may add fields at the end: functions that take an array of these also take
  * the size of an element.
  */
@@ -1310,7 +1370,7 @@ typedef struct NVFP4_ChatOptions {
      */
     int64_t reasoning_budget;
     /**
-     * Variables of the model's chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
+     * Variables of the chat template: a JSON object such as `{"enable_thinking": false}`, or NULL for none. A
      * variable that the template never reads has no effect, and is logged as a warning. Default: NULL.
      */
     const char *variables;
@@ -1324,6 +1384,15 @@ typedef struct NVFP4_ChatOptions {
     const char *tools;
     /** Bytes of `tools`. */
     size_t tools_length;
+    /**
+     * A Jinja template in UTF-8 that renders the conversation in place of the model's own, or NULL for that. Reasoning, tool calls and
+     * the ends of answers are recognised by it as they are by the model's. #NVFP4_INVALID_ARGUMENT names the line of one that does not
+     * compile, or fails. The model keeps the 16 that were used last compiled. A conversation may go on with another one: see the beginning
+     * of this chapter. Default: NULL.
+     */
+    const char *chat_template;
+    /** Bytes of `chat_template`. */
+    size_t chat_template_length;
 } NVFP4_ChatOptions;
 
 /** Limits of a queue. Fill with NVFP4_queue_options_init(), then change what is to differ. */
@@ -2541,6 +2610,39 @@ NVFP4_Status NVFP4_model_detokenize(const NVFP4_Model *model,
                                     size_t *length);
 
 /**
+ * Writes the bytes that a token adds to a text. They may be a part of a character. The bytes of all tokens of a text, one after the other, are
+ * that text, as the tokenizer's normalizer has changed it: a sentencepiece tokenizer writes a space before the first word, which
+ * NVFP4_model_detokenize() leaves out again, and others compose characters (NFC). Text that the vocabulary cannot spell is lost: its token is
+ * the special one for unknown text. A special token has the bytes of its name. Ids in the model's vocabulary that its tokenizer lacks have
+ * none; for ids that neither has, #NVFP4_INVALID_ARGUMENT names the range.
+ *
+ * - `buffer`, `capacity`, `length`: see ARRAYS OUT above.
+ * - `is_special`: 1 if the token is special, so that its bytes are a name and no text, else 0. May be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_token_bytes(const NVFP4_Model *model,
+                                     int32_t token,
+                                     uint8_t *buffer,
+                                     size_t capacity,
+                                     size_t *length,
+                                     int32_t *is_special);
+
+/**
+ * Writes the special tokens of a model, and other tokens that have a role, in order of their ids: those that its tokenizer marks as special;
+ * those that `tokenizer_config.json`, `special_tokens_map.json`, the config or GGUF metadata name; stop tokens; and the marks of reasoning,
+ * tool calls and turns that the library recognises by the chat template, as far as each is one token.
+ *
+ * - `tokens`: room for `capacity` elements of `token_size` bytes: sizeof(NVFP4_SpecialToken).
+ * - `count`: see ARRAYS OUT above.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_special_tokens(const NVFP4_Model *model,
+                                        NVFP4_SpecialToken *tokens,
+                                        size_t token_size,
+                                        size_t capacity,
+                                        size_t *count);
+
+/**
  * Renders a conversation with the model's chat template (ChatML if it has none): `count` messages, each of `message_size`
  * bytes, which is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking
  * for the length first does not double the work, as for NVFP4_model_tokenize(). In this text, names of special tokens within
@@ -2967,6 +3069,9 @@ NVFP4_Status NVFP4_session_top_log_probabilities(NVFP4_Session *session,
  * tokens in the session is kept in the cache, and only the rest is run. So regenerating an answer, changing an earlier
  * message or the system prompt, and passing the results of tools are turns like any other. Names of special tokens within
  * messages are treated as plain text.
+ *
+ * A turn may take another template than the one before: the whole conversation is rendered by it, and again the longest common prefix of
+ * tokens is kept, often none. With `keep_reasoning` the tokens in the session stay, and the other template writes only what follows them.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_ChatOptions). */
@@ -3243,6 +3348,22 @@ NVFP4_Status NVFP4_detokenizer_push(NVFP4_Detokenizer *detokenizer,
                                     const char **text,
                                     size_t *length,
                                     int32_t *finish);
+
+/**
+ * Adds the next token to each of several detokenizers, in one call: the same results as a call of NVFP4_detokenizer_push() for each. The
+ * detokenizers may be of different models, and each is there once. If a call fails, none of them has changed, and no result is written.
+ *
+ * - `detokenizers`, `tokens`: `count` elements each.
+ * - `texts`: receives `count` texts, each valid until the next call with its detokenizer.
+ * - `lengths`, `finishes`: receive `count` elements each; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_detokenizers_push(NVFP4_Detokenizer *const *detokenizers,
+                                     const int32_t *tokens,
+                                     size_t count,
+                                     const char **texts,
+                                     size_t *lengths,
+                                     int32_t *finishes);
 
 /**
  * Ends the sequence if no token has. Gives the text that was held back because it might have begun a stop string; after a
