@@ -537,7 +537,8 @@ class ChatSession(Session):
     """
     A conversation with a model. Beside a session's its options are those of turns, which each turn may be given otherwise: think
     (True or False, where the model can do both; the variable enable_thinking of its template), variables (a dictionary of
-    others), tools (a list of dictionaries, as chat servers take them), chat_template (Jinja in place of the model's own), reasoning_budget (the most tokens of reasoning),
+    others), tools (a list of dictionaries, as chat servers take them), chat_template (Jinja in place of the
+    model's own), reasoning_budget (the most tokens of reasoning),
     keep_reasoning (earlier reasoning stays in the session, so that a turn runs only what it adds).
 
     Tokens are drawn as the model recommends (see Model.generate_options()), as far as a turn is not told otherwise. Of what the
