@@ -119,14 +119,15 @@ impl Served {
         Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
     }
 
-    /// Loads the model in an opened checkpoint, and its text side on a thread of its own meanwhile.
+    /// Loads the model in an opened checkpoint, and its text side on one of the threads that load.
     pub fn from_checkpoint(
         checkpoint: Arc<dyn Checkpoint>,
         options: &LoadOptions,
     ) -> Result<Arc<Served>> {
         let source = &checkpoint.metadata().tokenizer;
-        let load = || Model::from_checkpoint(checkpoint.clone(), options);
-        let (text, model) = text::beside(source, load)?;
+        let (text, model) = text::beside(source, |read| {
+            Model::from_checkpoint_beside(checkpoint.clone(), options, read)
+        });
         Self::new(model?, Some(options), source, text?, None)
     }
 

@@ -832,11 +832,12 @@ fn check_finite(values: &[f32], first_row: usize, cols: usize) -> Result<()> {
 
 /// Loads all weights of `spec` from `checkpoint`. Also returns a checksum of them without the drafter, which changes no result, and the
 /// result of `meanwhile`, which runs on the embedding, and on the table of per-layer embeddings if there is one, in its own thread while
-/// the weights are read.
+/// the weights are read. One of the threads that read them calls `first` before it begins.
 pub(super) fn load<T: Send>(
     checkpoint: Arc<dyn Checkpoint>,
     spec: &Spec,
     options: &LoadOptions,
+    first: &(dyn Fn() + Sync),
     meanwhile: impl FnOnce(&Embedding, Option<&FileTable>) -> Result<T> + Send,
 ) -> Result<(Weights, u64, T)> {
     let sorted = Sorted::of(find(&*checkpoint, spec, options.sampling_only)?);
@@ -876,7 +877,7 @@ pub(super) fn load<T: Send>(
         scope
             .start("nvfp4-embedding", make)
             .map_err(|e| err!(OutOfMemory, "starting a thread to load with: {e}"))?;
-        run(&*checkpoint, &jobs, spec, options, checked_by_head)
+        run(&*checkpoint, &jobs, spec, options, first, checked_by_head)
     })?;
     let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
     let made = made.ok_or_else(|| err!(Internal, "nothing was made of the embedding"))??;
@@ -941,6 +942,7 @@ fn run(
     jobs: &[Job<'_>],
     spec: &Spec,
     options: &LoadOptions,
+    first: &(dyn Fn() + Sync),
     checked_by_head: bool,
 ) -> Result<(Parts, u64)> {
     let shared = PackingState {
@@ -1017,9 +1019,13 @@ fn run(
     };
     threads::scope(|scope| -> Result<()> {
         let lock = || working.lock().unwrap_or_else(PoisonError::into_inner);
-        for i in 0..options.device.threads().min(jobs.len()) {
-            let work = || {
-                let _done = Done(&working, &finished);
+        let (work, working, finished) = (&work, &working, &finished);
+        for i in 0..options.device.threads().min(jobs.len()).max(1) {
+            let work = move || {
+                let _done = Done(working, finished);
+                if i == 0 {
+                    first();
+                }
                 work();
             };
             *lock() += 1;

@@ -242,6 +242,15 @@ impl Model {
         checkpoint: Arc<dyn Checkpoint>,
         options: &LoadOptions,
     ) -> Result<Arc<Model>> {
+        Self::from_checkpoint_beside(checkpoint, options, &|| {})
+    }
+
+    /// As [`Model::from_checkpoint`]. Of the threads that read weights, as many as the device has, one calls `first` before it begins.
+    pub(crate) fn from_checkpoint_beside(
+        checkpoint: Arc<dyn Checkpoint>,
+        options: &LoadOptions,
+        first: &(dyn Fn() + Sync),
+    ) -> Result<Arc<Model>> {
         if let Some(quantize) = &options.quantize {
             quantize.check()?;
         }
@@ -253,6 +262,7 @@ impl Model {
                 checkpoint.clone(),
                 &spec,
                 options,
+                first,
                 |embedding, per_layer| match device {
                     Device::Cuda(gpu) => fused::tables(gpu, embedding, per_layer),
                     _ => Ok(HostTables::default()),

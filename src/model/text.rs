@@ -1,34 +1,25 @@
 //! Builds a tokenizer and a template from a checkpoint's metadata. `checkpoint` and `text` are on the same floor and do not know each
 //! other; the loader connects them here.
 
-use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::base::error::err;
-use crate::base::{Result, alloc, threads};
+use crate::base::{Result, alloc};
 use crate::checkpoint::{TokenizerSource, Vocabulary};
 use crate::text::{ChatTemplate, TextFiles, TokenRole, Tokenizer, VocabularySpec, read_directory};
 
-/// Runs `work` while another thread reads the text side of a checkpoint. Returns both results; the text side is empty if the checkpoint has
-/// none.
+/// Calls `work` with a function that reads the text side of a checkpoint, for one of its threads. Returns the text side, empty if the
+/// checkpoint has none or the function was not called, and the result of `work`.
 pub(crate) fn beside<T>(
     source: &TokenizerSource,
-    work: impl FnOnce() -> T,
-) -> Result<(Result<TextFiles>, T)> {
+    work: impl FnOnce(&(dyn Fn() + Sync)) -> T,
+) -> (Result<TextFiles>, T) {
     let text = Mutex::new(Ok(TextFiles::default()));
-    let worked = threads::scope(|scope| {
-        if !matches!(source, TokenizerSource::None) {
-            scope.start("nvfp4-text", || {
-                let read = read(source);
-                *text.lock().unwrap_or_else(PoisonError::into_inner) = read;
-            })?;
-        }
-        Ok(work())
+    let worked = work(&|| {
+        let read = read(source);
+        *text.lock().unwrap_or_else(PoisonError::into_inner) = read;
     });
-    let worked =
-        worked.map_err(|e: io::Error| err!(OutOfMemory, "starting a thread for text: {e}"))?;
     let text = text.into_inner();
-    Ok((text.unwrap_or_else(PoisonError::into_inner), worked))
+    (text.unwrap_or_else(PoisonError::into_inner), worked)
 }
 
 /// The text side of a checkpoint, empty if it has none. A chat template that cannot be used causes a warning here, and an error when it is
