@@ -72,7 +72,7 @@ fn is_known(name: &str, allowed: usize) -> bool {
     below(kind, allowed)
         // Threads that read weights, the first of them the tokenizer too.
         || kind.strip_prefix("load-").is_some_and(|number| below(number, allowed))
-        // What a GPU makes of the embedding; it ends at once on a processor.
+        // It prepares the embedding for a GPU, and ends at once on a processor.
         || kind == "embedding"
         // Deep files, templates and grammars, with a bound on their stack.
         || ["deep", "bounded"].contains(&kind)

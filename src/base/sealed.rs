@@ -39,7 +39,7 @@ pub fn size(header: usize, content: u64) -> u64 {
 
 /// The place of what is written.
 enum Target<'a> {
-    File(Temporary),
+    File(Box<Temporary>),
     Memory(&'a mut [u8]),
 }
 
@@ -54,7 +54,7 @@ impl<'a> Writer<'a> {
     /// Begins the file at `path` with its header. `content` is the number of bytes that are expected after it, for which room is reserved.
     pub fn create(path: &Path, format: &Format, header: &[u8], content: u64) -> Result<Self> {
         let file = Temporary::create(path, size(header.len(), content))?;
-        Self::begin(Target::File(file), format, header, content)
+        Self::begin(Target::File(Box::new(file)), format, header, content)
     }
 
     /// Begins in memory, which must have room for [`size`] bytes.

@@ -75,7 +75,7 @@ struct AnswerHeader {
     said: Option<Box<RawValue>>,
 }
 
-/// What is written of a session.
+/// The state of a session, as it is written.
 struct State<'a> {
     session: &'a Session,
     cache: &'a Sequence,

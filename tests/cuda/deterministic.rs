@@ -343,3 +343,40 @@ fn drafts_change_no_token() {
     };
     assert_eq!(answer(3), answer(0));
 }
+
+/// Prompt lookup verifies tokens of models that have no drafter, and changes none.
+#[test]
+fn looked_up_tokens_change_no_token() {
+    let Some(gpu) = gpu() else { return };
+    let mut counts = [0, 0];
+    let cases = DEVICE_CASES
+        .iter()
+        .chain(&RECURRENT_CASES)
+        .chain(&MAMBA_CASES);
+    for case in cases.chain(&GEMMA4_CASES) {
+        let Some(model) = load(&gpu, case, false) else {
+            continue;
+        };
+        let prompt = some_tokens(&model, 17).repeat(2);
+        let answer = |prompt_lookup: usize| {
+            let mut session = prompted(&model, &with_context(128), &prompt);
+            let options = GenerateOptions {
+                max_tokens: 60,
+                prompt_lookup,
+                ignore_model_stops: true,
+                ..GenerateOptions::default()
+            };
+            let answer = session.generate(&options, &mut |_| ControlFlow::Continue(()));
+            answer.unwrap()
+        };
+        let want = answer(0);
+        for most in [3, 16] {
+            let got = answer(most);
+            assert_eq!(got.tokens, want.tokens, "{case}, {most} at a time");
+            counts[0] += got.drafts.drafted;
+            counts[1] += got.drafts.accepted;
+        }
+    }
+    println!("{} of {} tokens accepted", counts[1], counts[0]);
+    assert!(counts[1] > 500, "{counts:?}");
+}
