@@ -34,6 +34,15 @@ pub(super) fn compile(
     vocabulary: &Arc<GrammarVocabulary>,
     source: GrammarSource<'_>,
 ) -> Result<TokenParser> {
+    compile_within(vocabulary, source, env::grammar_time()?)
+}
+
+/// The parser of `source`, compiled in at most the processor time that is `allowed`.
+pub(super) fn compile_within(
+    vocabulary: &Arc<GrammarVocabulary>,
+    source: GrammarSource<'_>,
+    allowed: Duration,
+) -> Result<TokenParser> {
     let name = source.name();
     check_size(source)?;
     let given_up = GIVEN_UP.load(Ordering::Relaxed);
@@ -43,7 +52,6 @@ pub(super) fn compile(
             "{given_up} grammars of this process went far beyond their limits and still hold memory; no further one is compiled"
         );
     }
-    let allowed = env::grammar_time()?;
     let source = owned(source)?;
     let vocabulary = vocabulary.clone();
     let done = threads::bounded(STACK, MEMORY, allowed * LONGEST, move || {
