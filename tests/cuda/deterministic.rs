@@ -378,5 +378,5 @@ fn looked_up_tokens_change_no_token() {
         }
     }
     println!("{} of {} tokens accepted", counts[1], counts[0]);
-    assert!(counts[1] > 500, "{counts:?}");
+    assert!(counts[1] > 100, "{counts:?}");
 }
