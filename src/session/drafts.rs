@@ -1,5 +1,6 @@
 //! Drafted tokens of a generation: the model's drafter guesses the next tokens, or they are looked up in the sequence itself, and one pass of
-//! the model verifies them. The tokens of a generation are those of one without drafts. [`Pace`] decides how many are drafted at a time.
+//! the model verifies them. The tokens of a generation are those of one without drafts. [`Paces`](super::pace::Paces) decide how many are
+//! drafted at a time.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -8,7 +9,7 @@ use serde::Serialize;
 
 use super::lookup;
 use super::options::{GenerateOptions, MOST_DRAFTS};
-use super::pace::Pace;
+use super::pace::Source;
 use super::{Sampler, Session};
 use crate::base::error::bail;
 use crate::base::{Result, call, memory};
@@ -20,32 +21,6 @@ const MOST_ADAPTED: usize = 3;
 
 /// Numbers of tokens that a step drafts by prompt lookup, below the most. Few, because each is tried.
 const LOOKED_UP: [usize; 4] = [0, 2, 4, 8];
-
-/// Where drafted tokens come from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Source {
-    /// The model's drafter.
-    #[default]
-    Drafter,
-    /// Earlier places in the session's tokens.
-    Lookup,
-}
-
-/// How a session has been fastest with drafts, by their source.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Paces {
-    drafter: Pace,
-    lookup: Pace,
-}
-
-impl Paces {
-    pub(super) fn of(&mut self, source: Source) -> &mut Pace {
-        match source {
-            Source::Drafter => &mut self.drafter,
-            Source::Lookup => &mut self.lookup,
-        }
-    }
-}
 
 /// Counts of a generation's drafted tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]

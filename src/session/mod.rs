@@ -42,7 +42,6 @@ pub use batch::{StepChoice, step, step_choose, step_choose_with};
 pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
-use drafts::Paces;
 pub use forks::{Forked, Forks};
 pub use generate::{Generation, Piece, Timings};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS, ToolCalls};
@@ -58,6 +57,7 @@ pub use transcript::Transcript;
 use adjustments::Adjuster;
 use conversation::{Conversation, Plan};
 use next::Next;
+use pace::Paces;
 use probabilities::check_top;
 
 /// Policy for tokens that no longer fit in the context.

@@ -9,8 +9,34 @@ const NEW: f64 = 0.25;
 /// Factor of the counts of compared tokens with each further step that compares some.
 const KEPT: f64 = 0.98;
 
-/// The number of drafted tokens by which a session has been fastest, of some. Each number is tried once. Then the one is taken with the most tokens
-/// a second: the tokens that a step with it gives on average by the share of drafted tokens that were right, over the running mean of the
+/// Where drafted tokens come from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Source {
+    /// The model's drafter.
+    #[default]
+    Drafter,
+    /// Earlier places in the session's tokens.
+    Lookup,
+}
+
+/// How a session has been fastest with drafts, by their source.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Paces {
+    drafter: Pace,
+    lookup: Pace,
+}
+
+impl Paces {
+    pub(super) fn of(&mut self, source: Source) -> &mut Pace {
+        match source {
+            Source::Drafter => &mut self.drafter,
+            Source::Lookup => &mut self.lookup,
+        }
+    }
+}
+
+/// The number of drafted tokens by which a session has been fastest, of some. Each is tried once. Then the one is taken with the most tokens a
+/// second: the tokens that a step with it gives on average by the share of drafted tokens that were right, over the running mean of the
 /// measured times of its steps. Every [`RETRY`] steps the next number is tried again, so that drafts that do not pay cost little, and begin
 /// again when they do.
 #[derive(Clone, Debug, Default)]
