@@ -298,12 +298,12 @@ fn compiling_is_limited() {
     refused(GrammarSource::Regex(&long), "262145 bytes");
     let many: Vec<String> = (0..20_000).map(|i| format!("{:x}", i * 7_919)).collect();
     let many = json!({ "enum": many }).to_string();
-    // A processor of any speed takes longer than this.
-    let short = Duration::from_millis(2);
+    // Fast processors keep the limit of 100 ms with as long a source as is taken.
+    let short = Duration::from_millis(20);
     expect_kind(
         compile_within(&vocabulary(), GrammarSource::JsonSchema(&many), short),
         ErrorKind::InvalidArgument,
-        "ms of a processor's time to be compiled, and at most 2 are allowed",
+        "of a processor's time",
     );
     let repeated = "((a{500}b){500}c){500}";
     refused(GrammarSource::Regex(repeated), "125250500 parts");
