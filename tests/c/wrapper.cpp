@@ -1032,6 +1032,8 @@ void coroutines(const std::string &path)
     nvfp4::QueueOptions limits;
     limits.running = 16;
     limits.submissions = 300;
+    // Generations pause while so many events wait, so that none ends before it is cancelled.
+    limits.events = 8;
     nvfp4::Dispatcher dispatcher;
     CHECK(status_of([&] { dispatcher.poll(); }) == NVFP4_INVALID_HANDLE && dispatcher.open() == 0);
     dispatcher = nvfp4::Dispatcher(model, limits);
@@ -1095,7 +1097,9 @@ void coroutines(const std::string &path)
 void dispatched(const std::string &path)
 {
     nvfp4::Model model(path);
-    nvfp4::Dispatcher dispatcher(model);
+    nvfp4::QueueOptions limits;
+    limits.events = 8;
+    nvfp4::Dispatcher dispatcher(model, limits);
     nvfp4::Session session(model), other(model), alone(model);
     nvfp4::GenerateOptions options;
     options.max_tokens = 9;
