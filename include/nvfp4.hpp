@@ -1568,8 +1568,8 @@ struct GenerateOptions : NVFP4_GenerateOptions {
     /** Token sequences that are not completed; used instead of the pointers `bad_words`. */
     std::vector<std::vector<std::int32_t>> bad_sequences;
     /**
-     * The program's own change of logits; used instead of the pointer `logits_processor`. What it throws leaves the call. In a Queue it runs on
-     * another thread, these options must exist until the end of the generation, and an exception ends that like false.
+     * The program's own change of logits; used instead of the pointer `logits_processor`. What it throws leaves the call. In a Queue or a
+     * Dispatcher it runs on another thread, these options must exist until the end of the generation, and an exception ends that like false.
      */
     LogitsProcessor processor;
 };
@@ -2046,6 +2046,31 @@ struct QueueEvent : NVFP4_QueueEvent {
     bool is_end() const { return kind == NVFP4_EVENT_END; }
 };
 
+/** Not part of the interface. */
+namespace detail {
+
+/** Submits a generation after `tokens`. */
+inline NVFP4_Status submit(NVFP4_Queue *queue, const Session &session, Span<std::int32_t> tokens, const GenerateOptions &options,
+                           const NVFP4_SubmitOptions &submit, std::uint64_t *generation)
+{
+    PlainOptions given(options);
+    return NVFP4_queue_generate(queue, session.get(), tokens.data(), tokens.size(), given.queued(), &submit, generation);
+}
+
+/** Submits a chat turn by one of the functions for that; `chat` may be null. */
+template <class Function>
+NVFP4_Status submit(Function function, NVFP4_Queue *queue, const Session &session, std::string_view words,
+                    const ChatOptions *chat, const GenerateOptions &options, const NVFP4_SubmitOptions &submit,
+                    std::uint64_t *generation)
+{
+    PlainOptions given(options);
+    const NVFP4_ChatOptions how = chat != nullptr ? plain(*chat) : NVFP4_ChatOptions();
+    return function(queue, session.get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, given.queued(), &submit,
+                    generation);
+}
+
+} // namespace detail
+
 /** Runs many generations for a program that has no thread for each. See the chapter on queues in nvfp4.h. */
 class Queue : public detail::Handle<NVFP4_Queue, NVFP4_queue_retain, NVFP4_queue_release> {
 public:
@@ -2072,10 +2097,8 @@ public:
     Result<std::uint64_t> generate(const Session &session, Span<std::int32_t> tokens, const GenerateOptions &options = {},
                                    const NVFP4_SubmitOptions &submit = SubmitOptions()) const
     {
-        detail::PlainOptions given(options);
-        return detail::value<std::uint64_t>([&](std::uint64_t *out) {
-            return NVFP4_queue_generate(get(), session.get(), tokens.data(), tokens.size(), given.queued(), &submit, out);
-        });
+        return detail::value<std::uint64_t>(
+            [&](std::uint64_t *out) { return detail::submit(get(), session, tokens, options, submit, out); });
     }
     /** Submits a chat turn, with the chat options of the previous one. */
     Result<std::uint64_t> chat(const Session &session, std::string_view text, const GenerateOptions &options = {},
@@ -2130,11 +2153,8 @@ private:
     Result<std::uint64_t> turn(Function function, const Session &session, std::string_view words, const ChatOptions *chat,
                                const GenerateOptions &options, const NVFP4_SubmitOptions &submit) const
     {
-        detail::PlainOptions given(options);
-        const NVFP4_ChatOptions how = chat != nullptr ? detail::plain(*chat) : NVFP4_ChatOptions();
         return detail::value<std::uint64_t>([&](std::uint64_t *out) {
-            return function(get(), session.get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, given.queued(),
-                            &submit, out);
+            return detail::submit(function, get(), session, words, chat, options, submit, out);
         });
     }
 };
@@ -2255,8 +2275,7 @@ class Dispatcher {
     auto after(const Session &session, Span<std::int32_t> tokens, const GenerateOptions &options) const
     {
         return [this, &session, tokens, &options](const NVFP4_SubmitOptions &submit, std::uint64_t *out) {
-            const detail::PlainOptions given(options);
-            return NVFP4_queue_generate(queue(), session.get(), tokens.data(), tokens.size(), &given.plain, &submit, out);
+            return detail::submit(queue(), session, tokens, options, submit, out);
         };
     }
     template <class Function>
@@ -2264,10 +2283,7 @@ class Dispatcher {
               const ChatOptions *chat) const
     {
         return [this, function, &session, words, &options, chat](const NVFP4_SubmitOptions &submit, std::uint64_t *out) {
-            const detail::PlainOptions given(options);
-            const NVFP4_ChatOptions how = chat != nullptr ? detail::plain(*chat) : NVFP4_ChatOptions();
-            return function(queue(), session.get(), words.data(), words.size(), chat != nullptr ? &how : nullptr, &given.plain,
-                            &submit, out);
+            return detail::submit(function, queue(), session, words, chat, options, submit, out);
         };
     }
 
@@ -2343,12 +2359,9 @@ public:
             }
         }
         while (!state->ready.empty()) {
-            const std::shared_ptr<Channel> channel = state->ready.front();
-            if (!channel->on_event)
-                state->ready.pop_front();
-            channel->give();
-            if (channel->on_event)
-                state->ready.pop_front();
+            // An exception leaves the channel in its place, with its other events.
+            state->ready.front()->give();
+            state->ready.pop_front();
         }
         return Result<void>();
     }

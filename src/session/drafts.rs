@@ -115,23 +115,7 @@ impl Session {
             let most = drafts.most.min(left - 1);
             // No token may be evicted before all that are chosen have been appended.
             let most = most.min(self.options.context - self.tokens.len());
-            let pace = self.paces.of(drafts.source);
-            let (count, found) = match drafts.source {
-                Source::Drafter if drafts.adapts => {
-                    let numbers: Vec<usize> = (0..=most).collect();
-                    (pace.count(&numbers), None)
-                }
-                Source::Drafter => (most, None),
-                Source::Lookup => {
-                    let mut found = lookup::continuation(&self.tokens, most);
-                    if !found.is_empty() {
-                        let few = LOOKED_UP.into_iter().filter(|count| *count < most);
-                        let numbers: Vec<usize> = few.chain([most]).collect();
-                        found.truncate(pace.count(&numbers));
-                    }
-                    (found.len(), Some(found))
-                }
-            };
+            let (count, found) = self.planned(drafts, most);
             if count > 0 {
                 self.verify_drafts(sampler, drafts, count, found)?;
             }
@@ -141,6 +125,27 @@ impl Session {
             sampler.moves_on();
         }
         Ok(token)
+    }
+
+    /// The number of tokens to draft in the next step, at most `most`, and the tokens themselves if they are looked up.
+    fn planned(&mut self, drafts: &Drafts, most: usize) -> (usize, Option<Vec<u32>>) {
+        let pace = self.paces.of(drafts.source);
+        match drafts.source {
+            Source::Drafter if drafts.adapts => {
+                let numbers: Vec<usize> = (0..=most).collect();
+                (pace.count(&numbers), None)
+            }
+            Source::Drafter => (most, None),
+            Source::Lookup => {
+                let mut found = lookup::continuation(&self.tokens, most);
+                if !found.is_empty() {
+                    let few = LOOKED_UP.into_iter().filter(|count| *count < most);
+                    let numbers: Vec<usize> = few.chain([most]).collect();
+                    found.truncate(pace.count(&numbers));
+                }
+                (found.len(), Some(found))
+            }
+        }
     }
 
     /// Whether exactly the last token is pending, and nothing is known of the next.

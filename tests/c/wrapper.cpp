@@ -1150,6 +1150,29 @@ void dispatched(const std::string &path)
     }, options);
     dispatcher.run();
     CHECK(third != second && finish == NVFP4_FINISH_CANCELLED);
+    // A processor, which is that of the options and not of a copy that has gone.
+    nvfp4::GenerateOptions only = options;
+    only.max_tokens = 5;
+    only.processor = [](const nvfp4::Logits &logits) {
+        for (std::size_t token = 0; token < logits.size; token++)
+            if (token != 77)
+                logits[token] = -INFINITY;
+        return true;
+    };
+    tokens.clear();
+    const auto collect = [&](const nvfp4::OwnedEvent &event) {
+        if (event.token >= 0)
+            tokens.push_back(event.token);
+    };
+    other.clear();
+    dispatcher.generate(other, std::vector<std::int32_t>{5}, collect, only);
+    dispatcher.run();
+    CHECK(tokens == std::vector<std::int32_t>(5, 77));
+    tokens.clear();
+    other.clear();
+    dispatcher.chat(other, "Hello", collect, only);
+    dispatcher.run();
+    CHECK(tokens == std::vector<std::int32_t>(5, 77));
 }
 
 int main(int argc, char **argv)

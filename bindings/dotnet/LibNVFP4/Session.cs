@@ -631,33 +631,25 @@ namespace LibNVFP4
             return handle;
         }
 
-        internal static SessionHandle RestoreHandle(Model model, string path, ProgressHandler progress, CancellationToken cancellation)
+        internal static SessionHandle RestoreHandle(Model model, string path, ProgressHandler progress, CancellationToken cancellation) =>
+            Restored(Native.NVFP4_session_restore, model, Interop.Utf8(path, nameof(path)), progress, cancellation);
+
+        internal static SessionHandle BytesHandle(Model model, byte[] state, ProgressHandler progress, CancellationToken cancellation) =>
+            Restored(Native.NVFP4_session_restore_bytes, model, state ?? throw new ArgumentNullException(nameof(state)), progress, cancellation);
+
+        delegate int Restoring(ModelHandle model, byte* at, UIntPtr length, NativeCallOptions* call, out SessionHandle handle);
+
+        /// A session from a path or from its state, by a function of the library that takes that.
+        static SessionHandle Restored(Restoring restore, Model model, byte[] bytes, ProgressHandler progress, CancellationToken cancellation)
         {
             if (model == null)
                 throw new ArgumentNullException(nameof(model));
-            byte[] bytes = Interop.Utf8(path, nameof(path));
             SessionHandle handle = null;
             using (var call = new Call(cancellation, progress))
                 call.Finish(Interop.Try(() =>
                 {
                     fixed (byte* at = bytes)
-                        return Native.NVFP4_session_restore(model.Handle, at, Interop.Size(bytes.Length), call.Options, out handle);
-                }));
-            return handle;
-        }
-
-        internal static SessionHandle BytesHandle(Model model, byte[] state, ProgressHandler progress, CancellationToken cancellation)
-        {
-            if (model == null)
-                throw new ArgumentNullException(nameof(model));
-            if (state == null)
-                throw new ArgumentNullException(nameof(state));
-            SessionHandle handle = null;
-            using (var call = new Call(cancellation, progress))
-                call.Finish(Interop.Try(() =>
-                {
-                    fixed (byte* at = state)
-                        return Native.NVFP4_session_restore_bytes(model.Handle, at, Interop.Size(state.Length), call.Options, out handle);
+                        return restore(model.Handle, at, Interop.Size(bytes.Length), call.Options, out handle);
                 }));
             return handle;
         }

@@ -398,9 +398,12 @@ class Session(Handle):
     @classmethod
     def restore(cls, model, path, cancel=None, progress=None):
         """A session in the state that save() wrote."""
-        def restore(call):
-            return native.value_out(ctypes.c_void_p, lib.session_restore, model, *native.path_in(path), call)
+        return cls._restored(lib.session_restore, model, native.path_in(path), cancel, progress)
 
+    @classmethod
+    def _restored(cls, function, model, source, cancel, progress):
+        """A session from a path or from its state, by a function of the library that takes that: a pointer and a length."""
+        restore = lambda call: native.value_out(ctypes.c_void_p, function, model, *source, call)
         out = cls._own(_watched(restore, cancel, progress))
         out._model = model._second()
         return out
@@ -413,10 +416,7 @@ class Session(Handle):
         """A session in the state of what to_bytes() gave, or of the bytes of a file of save()."""
         view = memoryview(data).cast("B")
         at = bytes(view) if view.readonly else (ctypes.c_char * len(view)).from_buffer(view)
-        restore = lambda call: native.value_out(ctypes.c_void_p, lib.session_restore_bytes, model, at, len(view), call)
-        out = cls._own(_watched(restore, cancel, progress))
-        out._model = model._second()
-        return out
+        return cls._restored(lib.session_restore_bytes, model, (at, len(view)), cancel, progress)
 
     def to_bytes(self, cancel=None, progress=None):
         """The bytes of a file of save(), in a bytearray."""
@@ -553,17 +553,17 @@ class ChatSession(Session):
     def restore(cls, model, path, cancel=None, progress=None, **options):
         """A conversation in the state that save() wrote, with the options of its last turn unless others are given here."""
         turns = _only_chat_options(options)
-        out = super().restore(model, path, cancel, progress)
-        out._turns, out._drawn = turns or None, model.generate_options()
-        return out
+        return super().restore(model, path, cancel, progress)._resumed(model, turns)
 
     @classmethod
     def from_bytes(cls, model, data, cancel=None, progress=None, **options):
         """A conversation in the state of what to_bytes() gave; see restore()."""
         turns = _only_chat_options(options)
-        out = super().from_bytes(model, data, cancel, progress)
-        out._turns, out._drawn = turns or None, model.generate_options()
-        return out
+        return super().from_bytes(model, data, cancel, progress)._resumed(model, turns)
+
+    def _resumed(self, model, turns):
+        self._turns, self._drawn = turns or None, model.generate_options()
+        return self
 
     def fork(self):
         out = super().fork()
