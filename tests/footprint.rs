@@ -14,7 +14,7 @@ use NVFP4::engine::capacity::{Plan, PlanOptions, plan};
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
 use NVFP4::model::{Activations, KvType, LoadOptions, Scratch, Wanted, families, tensors};
-use common::{Copy, change_tensor, expect_kind, golden, options, some_tokens};
+use common::{Copy, change_tensor, expect_kind, gguf, golden, options, some_tokens};
 use serde_json::json;
 
 /// The golden models of all families and formats.
@@ -82,6 +82,22 @@ fn weights_take_what_is_planned() {
             assert!(peak <= plan.load_peak.host, "{name}: {peak}, {plan:?}");
         }
     }
+}
+
+/// A thread checks the values of a table that stays in its file while another makes the last weight.
+#[test]
+fn checking_a_table_is_planned() {
+    let plan = plan(
+        &gguf("gemma4_perlayer"),
+        &options(),
+        &PlanOptions::default(),
+    )
+    .unwrap();
+    let working = (plan.load_peak.host - plan.weights.host) / 2;
+    let file = families::open(&gguf("gemma4_perlayer")).unwrap();
+    let table = file.find("model.embed_tokens_per_layer.weight").unwrap();
+    let bytes = 4 * table.shape.iter().product::<usize>() as u64;
+    assert!(working >= bytes, "{working} planned, {bytes} of the table");
 }
 
 /// Without layers, only the tables count.

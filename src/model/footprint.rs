@@ -72,9 +72,13 @@ impl Footprint {
             check_experts(&held)?;
         }
         let weights = bytes_of(&held, &spec, kind, sampling_only)?;
-        let threads = options.device.threads().min(held.tensors.len());
+        let threads = options.device.threads();
+        let checking = Bytes {
+            host: held.checked_bytes as u64,
+            device: 0,
+        };
         let working = held.tensors.iter().map(|tensor| working(tensor, kind));
-        let working = working.fold(Bytes::default(), Bytes::max);
+        let working = working.fold(checking, Bytes::max);
         let factors = held.tensors.iter().filter_map(factor);
         let is_dense = |tensor: &HeldTensor| {
             let of_rows = tensor.role != TensorRole::Router;

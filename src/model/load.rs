@@ -189,6 +189,8 @@ pub(super) struct HeldTensors<'a> {
     pub(super) tensors: Vec<HeldTensor>,
     /// Tables of which a token reads one row, which stay in the file or, on a GPU, in host memory.
     pub(super) tables: Vec<&'a Entry>,
+    /// Bytes of host memory for values of a table that a thread checks, at most.
+    pub(super) checked_bytes: usize,
 }
 
 /// The tensors and tables that loading makes of a checkpoint. Reads no values.
@@ -220,9 +222,13 @@ pub(super) fn held_tensors<'a>(
                 false => run_of(found.entry) * found.cols(),
             },
     };
+    let checked = [Some(sorted.embedding.entry), per_layer];
+    let checked = checked.into_iter().flatten();
+    let checked = checked.map(|entry| size_of::<f32>() * run_of(entry) * entry.cols());
     Ok(HeldTensors {
         tensors: sorted.held.iter().map(tensor).collect(),
         tables: embedding.into_iter().chain(per_layer).collect(),
+        checked_bytes: checked.max().unwrap_or(0),
     })
 }
 
