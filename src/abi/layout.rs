@@ -68,8 +68,9 @@ layout!(NVFP4_GrammarOptions, 8, struct_size: 0, kind: 4);
 layout!(NVFP4_TokenEvent, 64, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36,
     top_tokens: 40, top_log_probabilities: 48, top_count: 56);
 layout!(NVFP4_LogitsEvent, 40, struct_size: 0, index: 4, logits: 8, logit_count: 16, tokens: 24, token_count: 32);
-layout!(NVFP4_GenerationResult, 72, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
-    first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56, evicted_tokens: 64);
+layout!(NVFP4_GenerationResult, 120, struct_size: 0, finish: 4, prompt_tokens: 8, generated_tokens: 16, prefill_seconds: 24,
+    first_token_seconds: 32, decode_seconds: 40, seed: 48, tool_calls: 56, evicted_tokens: 64, queue_seconds: 72, longest_gap_seconds: 80,
+    cached_tokens: 88, drafted_tokens: 96, accepted_tokens: 104, preemptions: 112);
 layout!(NVFP4_QueueOptions, 24, struct_size: 0, running: 4, submissions: 8, events: 16);
 layout!(NVFP4_SubmitOptions, 24, struct_size: 0, priority: 4, deadline: 8, user: 16);
 layout!(NVFP4_QueueEvent, 80, generation: 0, user: 8, text: 16, text_length: 24, kind: 32, token: 36, part: 40, log_probability: 44,

@@ -358,10 +358,16 @@ unsafe fn submit(
             "the session is of another model than the queue"
         );
     }
+    let submitted = Instant::now();
     let work = move |on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>| {
         attempted(function, || {
             let mut state = reserved.value("session")?;
-            state.generate(|session| run(session, &options, on_piece))
+            let waited = submitted.elapsed();
+            state.generate(|session| {
+                let mut generation = run(session, &options, on_piece)?;
+                generation.timings.add_wait(waited);
+                Ok(generation)
+            })
         })
     };
     let id = queue.queue.submit(Submission {

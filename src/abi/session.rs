@@ -548,9 +548,10 @@ pub struct NVFP4_GenerationResult {
     pub prompt_tokens: usize,
     /// Tokens generated, which are the last ones of the session, as far as eviction has not dropped them.
     pub generated_tokens: usize,
-    /// Seconds to run the part of the prompt that was not cached.
+    /// Seconds from the beginning of the first pass over the weights to the first token: the time to run the part of the prompt that was
+    /// not cached. 0 if no pass had to run for it.
     pub prefill_seconds: f64,
-    /// Seconds from the call to the first token.
+    /// Seconds from the call, or from the submission to a queue, to the first token.
     pub first_token_seconds: f64,
     /// Seconds from the first token to the end.
     pub decode_seconds: f64,
@@ -560,12 +561,27 @@ pub struct NVFP4_GenerationResult {
     pub tool_calls: usize,
     /// Tokens that eviction has dropped for the generation and its prompt, since the context was full.
     pub evicted_tokens: usize,
+    /// Seconds from the call, or from the submission to a queue, to the beginning of its first pass over the weights: the time for which it
+    /// waited for its turn in the queue, for memory, and for passes of other generations.
+    pub queue_seconds: f64,
+    /// The longest time from one token to the next, in seconds; 0 with fewer than two tokens. It includes the time of callbacks, and in a
+    /// queue that for which its events were not taken.
+    pub longest_gap_seconds: f64,
+    /// Tokens of `prompt_tokens` that did not run, since their keys and values were held already: by the session, or as the prefix of another
+    /// prompt.
+    pub cached_tokens: usize,
+    /// Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options.
+    pub drafted_tokens: usize,
+    /// Proposed tokens that the model itself chose, each of which saved a step.
+    pub accepted_tokens: usize,
+    /// How often the generation gave its memory up to others, and ran its tokens again.
+    pub preemptions: usize,
 }
 
 // SAFETY: numbers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerationResult {
     const NAME: &'static str = "NVFP4_GenerationResult";
-    const EARLIER: &'static [usize] = &[64];
+    const EARLIER: &'static [usize] = &[64, 72];
     fn defaults() -> Self {
         NVFP4_GenerationResult {
             struct_size: size_of::<Self>() as u32,
@@ -578,6 +594,12 @@ unsafe impl Growing for NVFP4_GenerationResult {
             seed: 0,
             tool_calls: 0,
             evicted_tokens: 0,
+            queue_seconds: 0.0,
+            longest_gap_seconds: 0.0,
+            cached_tokens: 0,
+            drafted_tokens: 0,
+            accepted_tokens: 0,
+            preemptions: 0,
         }
     }
 }
@@ -605,6 +627,12 @@ impl NVFP4_GenerationResult {
             seed: generation.seed,
             tool_calls: generation.tool_calls.len(),
             evicted_tokens: generation.evicted,
+            queue_seconds: generation.timings.queue_seconds,
+            longest_gap_seconds: generation.timings.longest_gap_seconds,
+            cached_tokens: generation.cached_tokens,
+            drafted_tokens: generation.drafts.drafted,
+            accepted_tokens: generation.drafts.accepted,
+            preemptions: generation.preemptions,
             ..Self::defaults()
         }
     }

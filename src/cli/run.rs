@@ -107,6 +107,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         "finish": answer.finish,
         "seed": answer.seed,
         "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
         "evicted_tokens": answer.evicted,
         "timings": answer.timings,
         "drafts": answer.drafts,
@@ -148,20 +149,20 @@ impl Args {
                 return session.chat_messages(messages, Some(&chat), options, show);
             }
         };
-        let start = Instant::now();
         let tokens = model.tokenizer()?.encode(prompt, true)?;
+        if !self.token_by_token {
+            return session.generate_after(&tokens, options, show);
+        }
+        let start = Instant::now();
         if options.drafts == Some(0) {
             session.set_drafts(false)?;
         }
-        if self.token_by_token {
-            session.prefill_token_by_token(&tokens)?;
-        } else {
-            session.prefill(&tokens)?;
-        }
+        session.prefill_token_by_token(&tokens)?;
         let prefill = start.elapsed().as_secs_f64();
         let mut answer = session.generate(options, show)?;
         answer.timings.prefill_seconds += prefill;
         answer.timings.first_token_seconds += prefill;
+        answer.cached_tokens = 0;
         Ok(answer)
     }
 }

@@ -26,7 +26,7 @@ pub use pass::NewTokens;
 pub use run::NextDrafts;
 pub use runner::{Generating, PassCounts};
 pub use saved::{PrefixCounts, RestoredPrefixes};
-pub use sequence::{Kept, Sequence};
+pub use sequence::{Kept, Sequence, SequenceWork};
 pub use served::{Served, ServedInfo, Statistics};
 pub use snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS};
 pub use windows::REWIND;

@@ -9,6 +9,7 @@ use super::prefix::{NodeId, Place, Tree};
 use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
 use super::windows::{KEPT_MULTIPLE, kept_from, sees_from};
 use crate::base::error::{bail, err};
+use crate::base::sync::Instant;
 use crate::base::{ErrorKind, Result, memory};
 use crate::model::kv::{KvArena, KvCache, KvTables, NULL_BLOCK, PagesOf, StateArena, StateTable};
 use crate::model::{KvType, Model};
@@ -90,6 +91,18 @@ pub struct Sequence {
     shares: bool,
     /// The fingerprint of the weights that computed the positions held.
     weights: u64,
+    work: SequenceWork,
+}
+
+/// The passes for a sequence since [`Sequence::reset_work`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SequenceWork {
+    /// The beginning of the first pass with tokens of it.
+    pub first_pass: Option<Instant>,
+    /// Tokens that ran and stayed, each as often as it ran.
+    pub ran: usize,
+    /// How often it made way for others: [`Served::make_way`](super::Served::make_way).
+    pub preemptions: usize,
 }
 
 impl Sequence {
@@ -122,7 +135,23 @@ impl Sequence {
             filled: 0,
             shares: false,
             weights: blocks.model().fingerprint(),
+            work: SequenceWork::default(),
         })
+    }
+
+    /// The passes for it since [`Sequence::reset_work`].
+    pub fn work(&self) -> SequenceWork {
+        self.work
+    }
+
+    /// Counts its passes from now on.
+    pub fn reset_work(&mut self) {
+        self.work = SequenceWork::default();
+    }
+
+    /// Counts that it makes way for others.
+    pub(super) fn count_preemption(&mut self) {
+        self.work.preemptions += 1;
     }
 
     /// Whether other weights than the model's computed the positions held: a trainer has changed them. The next pass runs the tokens again.
@@ -587,7 +616,9 @@ impl Sequence {
         }
         memory::make_room(&mut self.tokens, count)?;
         self.reserve_blocks(count)?;
-        self.reserve_states(count, of, verified)
+        self.reserve_states(count, of, verified)?;
+        self.work.first_pass.get_or_insert_with(Instant::now);
+        Ok(())
     }
 
     /// Takes blocks of keys and values for `count` further positions.
@@ -633,6 +664,7 @@ impl Sequence {
     /// Records that every layer holds the positions of further tokens of a run, and frees what windows have passed.
     pub(super) fn advance(&mut self, tokens: &[u32], of: PartOf) {
         let before = self.len();
+        self.work.ran += tokens.len();
         self.tokens.extend_from_slice(tokens);
         // The drafter has run the positions up to the last, which needs the token after it.
         if self.drafts && self.followed + 1 >= before {

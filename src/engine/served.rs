@@ -248,6 +248,7 @@ impl Served {
             return Ok(false);
         }
         sequence.truncate(kept.min(sequence.len()))?;
+        sequence.count_preemption();
         let needed = sequence.bytes_for(positions);
         let fits = || {
             let free = self.kv().reserved().map_or(0, |reserved| reserved.free);

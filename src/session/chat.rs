@@ -3,12 +3,12 @@
 
 use std::borrow::Cow;
 use std::ops::ControlFlow;
-use std::time::Instant;
 
 use super::answer::Answer;
 use super::constraint::Constraint;
 use super::conversation::{Answering, ChatOptions, Conversation, Plan};
 use super::text::GenerationText;
+use super::timings::Stopwatch;
 use super::{
     Eviction, GenerateOptions, Generation, Piece, Session, ToolCalls, Transcript, sampler,
 };
@@ -147,7 +147,7 @@ impl Session {
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        let started = Instant::now();
+        let watch = Stopwatch::start(&mut self.cache);
         let _words = alloc::Budget::rewritten(self.text_bytes()).set_aside()?;
         let evicted = self.evicted;
         let model = self.model.clone();
@@ -180,7 +180,6 @@ impl Session {
         let _generating = model.generates(&self.cache);
         self.making_way(Session::flush)?;
         call::check()?;
-        let prefill_seconds = started.elapsed().as_secs_f64();
         let calls = calls_in(&messages);
         let answer = Answer::new(form, &opening, !chat.tools.is_empty(), calls).within(
             &model,
@@ -198,12 +197,11 @@ impl Session {
             }),
             options: chat,
         };
-        let generation = self.generate_text(text, Some(answer), held, options, on_piece)?;
+        let generation = self.generate_text(watch, text, Some(answer), held, options, on_piece)?;
         let mut generation = generation.begun()?;
         generation.prompt_tokens = tokens.added.len();
         generation.evicted = self.evicted - evicted;
-        generation.timings.prefill_seconds = prefill_seconds;
-        generation.timings.first_token_seconds += prefill_seconds;
+        generation.cached_tokens = generation.cached_tokens.saturating_sub(tokens.kept);
         Ok(generation)
     }
 

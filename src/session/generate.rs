@@ -4,30 +4,18 @@ use std::collections::VecDeque;
 use std::ops::ControlFlow;
 use std::time::Instant;
 
-use serde::Serialize;
-
 use super::adjustments::Adjuster;
 use super::answer::Answer;
 use super::constraint::{Constraint, Next};
 use super::drafts::{DraftCounts, Drafts};
 use super::options::{Finish, GenerateOptions};
 use super::probabilities::TokenProbabilities;
+use super::timings::{Stopwatch, Timings};
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::error::bail;
 use crate::base::{Error, ErrorKind, Result, call, memory};
 use crate::model::{Logits, TokenMask};
 use crate::text::{AnswerStage, ToolCall};
-
-/// Durations of a generation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Timings {
-    /// Running the tokens that were pending before the first token.
-    pub prefill_seconds: f64,
-    /// From the call to the first token.
-    pub first_token_seconds: f64,
-    /// From the first token to the end.
-    pub decode_seconds: f64,
-}
 
 /// The result of a generation.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,6 +35,10 @@ pub struct Generation {
     pub finish: Finish,
     /// Tokens before it: all tokens that the session held, or for a chat turn those that the turn added.
     pub prompt_tokens: usize,
+    /// Tokens of `prompt_tokens` that did not run for it, because the session or blocks of others held their keys and values.
+    pub cached_tokens: usize,
+    /// How often it gave its memory up to other generations, and ran its tokens again.
+    pub preemptions: usize,
     /// How long it took.
     pub timings: Timings,
     /// How many tokens were drafted, and how many of them were right.
@@ -69,6 +61,8 @@ impl Generation {
             seed,
             finish: Finish::Length,
             prompt_tokens: 0,
+            cached_tokens: 0,
+            preemptions: 0,
             timings: Timings::default(),
             drafts: DraftCounts::default(),
             evicted: 0,
@@ -132,6 +126,7 @@ impl Session {
             options.check(&session.model, false)?;
             session.undone_on_error(|session| {
                 let model = session.model.clone();
+                let watch = Stopwatch::start(&mut session.cache);
                 let _generating = model.generates(&session.cache);
                 let evicted = session.evicted;
                 if !prompt.is_empty() {
@@ -143,7 +138,8 @@ impl Session {
                 }
                 let text = Transcript::new(&session.model, &session.tokens, options)?;
                 let held = Constraint::new(&model, options, None, None)?;
-                let mut generation = session.generate_text(text, None, held, options, on_piece)?;
+                let mut generation =
+                    session.generate_text(watch, text, None, held, options, on_piece)?;
                 generation.evicted = session.evicted - evicted;
                 match prompt.is_empty() {
                     true => Ok(generation),
@@ -170,16 +166,16 @@ impl Session {
     }
 
     /// The generation loop, of a session that [generates](crate::engine::Served::generates). Its tokens continue `text`, and also `answer` in a
-    /// chat. They are `held` to a grammar, if there is one.
+    /// chat. They are `held` to a grammar, if there is one. `watch` began with the call.
     pub(super) fn generate_text(
         &mut self,
+        mut watch: Stopwatch,
         mut text: Transcript,
         mut answer: Option<Answer>,
         mut held: Option<Constraint>,
         options: &GenerateOptions,
         on_piece: &mut dyn FnMut(Piece<'_>) -> ControlFlow<()>,
     ) -> Result<Generation> {
-        let start = Instant::now();
         let mut sampler = Sampler::new(&options.sampling)?.after(self.appended());
         let mut out = Generation::new(sampler.seed());
         out.prompt_tokens = self.tokens.len();
@@ -197,7 +193,6 @@ impl Session {
         let mut drafts = self.drafts_of(options);
         let mut adjuster = Adjuster::new(&options.adjustments, &options.sampling);
         let mut broke = false;
-        let mut first = None;
         // Tokens that are appended instead of sampled ones: those that end the reasoning early, and those that a grammar forces.
         let mut given = VecDeque::new();
         let _forking = self.forks.begin();
@@ -258,12 +253,8 @@ impl Session {
                     break;
                 }
             };
-            if out.tokens.is_empty() {
-                out.timings.prefill_seconds = start.elapsed().as_secs_f64();
-            }
-            if first.is_none() {
-                out.timings.first_token_seconds = start.elapsed().as_secs_f64();
-                first = Some(Instant::now());
+            if watch.token(&self.cache) {
+                out.cached_tokens = self.tokens.len().saturating_sub(self.cache.work().ran);
             }
             if text.is_stop(token) {
                 let held = held.as_mut().filter(|_| !is_given);
@@ -337,9 +328,8 @@ impl Session {
         self.cache.end_drafts();
         out.drafts = drafts.counts();
         self.finish(&mut out, text, answer, broke, on_piece);
-        if let Some(first) = first {
-            out.timings.decode_seconds = first.elapsed().as_secs_f64();
-        }
+        out.preemptions = self.cache.work().preemptions;
+        out.timings = watch.end();
         Ok(out)
     }
 

@@ -25,6 +25,7 @@ mod sampler;
 mod score;
 mod state_file;
 mod text;
+mod timings;
 mod transcript;
 
 use std::ops::Range;
@@ -43,7 +44,7 @@ pub use chat::{render, tokenize};
 pub use conversation::ChatOptions;
 pub use drafts::DraftCounts;
 pub use forks::{Forked, Forks};
-pub use generate::{Generation, Piece, Timings};
+pub use generate::{Generation, Piece};
 pub use options::{Finish, GenerateOptions, MOST_DRAFTS, ToolCalls};
 pub use probabilities::{MOST_TOP, TokenProbabilities};
 pub use processor::LogitsProcessor;
@@ -52,6 +53,7 @@ pub use queue::{
 };
 pub use sampler::Sampler;
 pub use score::ScoredToken;
+pub use timings::Timings;
 pub use transcript::Transcript;
 
 use adjustments::Adjuster;

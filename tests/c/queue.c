@@ -332,6 +332,33 @@ static void forked(void)
     OK(NVFP4_queue_release(queue));
 }
 
+/* The time in a queue counts from the submission: the first generation waits until its events are taken, the second until the first ends. */
+static void queued(void)
+{
+    static Client first, second;
+    NVFP4_Queue *queue = queue_of(1, 2, 1);
+    NVFP4_GenerateOptions options = generate_options(4);
+    NVFP4_GenerationResult results[2] = {{.struct_size = sizeof results[0]}, {.struct_size = sizeof results[0]}};
+    first.session = create(), second.session = create();
+    submit(queue, &first, PROMPT, &options, 0);
+    submit(queue, &second, PROMPT, &options, 0);
+    nanosleep(&(struct timespec){0, 40000000}, NULL);
+    run(queue, 2);
+    OK(NVFP4_session_result(first.session, &results[0]));
+    OK(NVFP4_session_result(second.session, &results[1]));
+    CHECK(results[1].queue_seconds >= 0.04 && results[1].first_token_seconds >= results[1].queue_seconds);
+    CHECK(results[0].queue_seconds < results[1].queue_seconds);
+    for (int i = 0; i < 2; i++) {
+        const NVFP4_GenerationResult *result = &results[i];
+        CHECK(fabs(result->first_token_seconds - result->queue_seconds - result->prefill_seconds) < 1e-6);
+        CHECK(result->longest_gap_seconds > 0 && result->longest_gap_seconds <= result->decode_seconds);
+        CHECK(result->cached_tokens < PROMPT && result->drafted_tokens == 0 && result->accepted_tokens == 0 && result->preemptions == 0);
+    }
+    OK(NVFP4_session_release(first.session));
+    OK(NVFP4_session_release(second.session));
+    OK(NVFP4_queue_release(queue));
+}
+
 /* Bad arguments are told before anything is submitted; faults of a generation come with its end. */
 static void bad(const char *path)
 {
@@ -545,6 +572,7 @@ int main(int argc, char **argv)
     released();
     waiting();
     forked();
+    queued();
     bad(argv[1]);
     chats();
     storm(argc == 3 ? (unsigned)atoi(argv[2]) : 300);

@@ -861,7 +861,10 @@ class Models(unittest.TestCase):
         heard = []
         result = chat.say("Once more", heard.append)
         self.assertEqual(("".join(heard), result.text), (TEXT, TEXT))
-        self.assertGreaterEqual(result.first_token_seconds, result.prefill_seconds)
+        self.assertAlmostEqual(result.first_token_seconds, result.queue_seconds + result.prefill_seconds)
+        self.assertGreaterEqual(result.decode_seconds, result.longest_gap_seconds)
+        self.assertGreaterEqual(result.prompt_tokens, result.cached_tokens)
+        self.assertEqual(result.preemptions, 0)
         self.assertEqual(chat.say("Stop", stop=["字か"]).text, "漢")
         self.assertEqual(chat.say("Stop", stop=["never", self.answer[5]]).finish, "stop")
         for stop in ("字か", "字か".encode(), bytearray("字か".encode()), ("never", "字か".encode()), iter([self.answer[-1], "字か"])):
@@ -1512,7 +1515,9 @@ class Conversations(unittest.TestCase):
         sessions = [self.model.session(), self.model.session()]
         for session, most in zip(sessions, (0, 8)):
             session.prefill([3, 4, 5, 6, 7] * 3)
-            session.generate(max_tokens=40, ignore_model_stops=True, prompt_lookup=most)
+            result = session.generate(max_tokens=40, ignore_model_stops=True, prompt_lookup=most)
+            self.assertLessEqual(result.accepted_tokens, result.drafted_tokens)
+            self.assertTrue(most or result.drafted_tokens == 0)
         self.assertEqual(*(list(session.tokens) for session in sessions))
         for how in ({"prompt_lookup": 17}, {"prompt_lookup": -1}):
             self.assertRaises((nvfp4.InvalidArgument, ValueError, OverflowError), sessions[0].generate, **how)

@@ -296,11 +296,12 @@ fn generations_that_find_no_memory_make_way() {
             let mut session = session(model);
             let prompt = &prompts[thread..thread + 50 + 10 * thread];
             let made = session.generate_after(prompt, &drawn(60), &mut go)?;
-            Ok::<_, Error>((made.tokens, session.kv_bytes()))
+            Ok::<_, Error>((made.tokens, session.kv_bytes(), made.preemptions))
         };
         let alone = |thread| generate(&unlimited, thread).unwrap();
-        let alone: Vec<(Vec<u32>, usize)> = (0..6).map(alone).collect();
-        let most = alone.iter().map(|(_, bytes)| *bytes).max().unwrap();
+        let alone: Vec<(Vec<u32>, usize, usize)> = (0..6).map(alone).collect();
+        let most = alone.iter().map(|(_, bytes, _)| *bytes).max().unwrap();
+        assert!(alone.iter().all(|(_, _, preemptions)| *preemptions == 0));
         let limited = |bytes| LoadOptions {
             kv_bytes: Some(bytes),
             prefix_cache,
@@ -308,21 +309,25 @@ fn generations_that_find_no_memory_make_way() {
         };
         let model = Served::load(&golden(case), &limited(5 * most / 2)).unwrap();
         let barrier = Barrier::new(6);
-        let together: Vec<Vec<u32>> = thread::scope(|scope| {
+        let together: Vec<(Vec<u32>, usize)> = thread::scope(|scope| {
             let threads = (0..6).map(|thread| {
                 let (model, barrier, generate) = (&model, &barrier, &generate);
                 scope.spawn(move || {
                     barrier.wait();
-                    generate(model, thread).unwrap().0
+                    let (tokens, _, preemptions) = generate(model, thread).unwrap();
+                    (tokens, preemptions)
                 })
             });
             let threads: Vec<_> = threads.collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
-        let alone: Vec<Vec<u32>> = alone.into_iter().map(|(tokens, _)| tokens).collect();
+        let alone: Vec<Vec<u32>> = alone.into_iter().map(|(tokens, ..)| tokens).collect();
+        let (together, preemptions): (Vec<_>, Vec<_>) = together.into_iter().unzip();
         assert_eq!(together, alone, "{case}");
         let statistics = model.statistics();
         assert!(statistics.preemptions > 0, "{case}: {statistics:?}");
+        let of_all: usize = preemptions.iter().sum();
+        assert_eq!(of_all as u64, statistics.preemptions, "{case}");
         assert_eq!(model.blocks_used(), 0, "{case}");
         // Where nobody else will free memory, it is refused as ever.
         drop(model);

@@ -583,9 +583,10 @@ namespace LibNVFP4
         internal UIntPtr PromptTokens;
         // Tokens generated, which are the last ones of the session, as far as eviction has not dropped them.
         internal UIntPtr GeneratedTokens;
-        // Seconds to run the part of the prompt that was not cached.
+        // Seconds from the beginning of the first pass over the weights to the first token: the time to run the part of the prompt that was
+        // not cached. 0 if no pass had to run for it.
         internal double PrefillSeconds;
-        // Seconds from the call to the first token.
+        // Seconds from the call, or from the submission to a queue, to the first token.
         internal double FirstTokenSeconds;
         // Seconds from the first token to the end.
         internal double DecodeSeconds;
@@ -595,6 +596,21 @@ namespace LibNVFP4
         internal UIntPtr ToolCalls;
         // Tokens that eviction has dropped for the generation and its prompt, since the context was full.
         internal UIntPtr EvictedTokens;
+        // Seconds from the call, or from the submission to a queue, to the beginning of its first pass over the weights: the time for which
+        // it waited for its turn in the queue, for memory, and for passes of other generations.
+        internal double QueueSeconds;
+        // The longest time from one token to the next, in seconds; 0 with fewer than two tokens. It includes the time of callbacks, and in
+        // a queue that for which its events were not taken.
+        internal double LongestGapSeconds;
+        // Tokens of `prompt_tokens` that did not run, since their keys and values were held already: by the session, or as the prefix of
+        // another prompt.
+        internal UIntPtr CachedTokens;
+        // Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options.
+        internal UIntPtr DraftedTokens;
+        // Proposed tokens that the model itself chose, each of which saved a step.
+        internal UIntPtr AcceptedTokens;
+        // How often the generation gave its memory up to others, and ran its tokens again.
+        internal UIntPtr Preemptions;
     }
 
     // How to render and answer a turn. Fill with NVFP4_chat_options_init(), then change what is to differ. Texts are read during the call

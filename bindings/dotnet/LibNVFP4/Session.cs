@@ -102,12 +102,23 @@ namespace LibNVFP4
             Finish = (FinishReason)result.Finish;
             PromptTokens = Interop.Long(result.PromptTokens);
             GeneratedTokens = Interop.Long(result.GeneratedTokens);
-            Prefill = TimeSpan.FromTicks((long)(result.PrefillSeconds * TimeSpan.TicksPerSecond));
-            FirstToken = TimeSpan.FromTicks((long)(result.FirstTokenSeconds * TimeSpan.TicksPerSecond));
-            Decode = TimeSpan.FromTicks((long)(result.DecodeSeconds * TimeSpan.TicksPerSecond));
+            Queued = Time(result.QueueSeconds);
+            Prefill = Time(result.PrefillSeconds);
+            FirstToken = Time(result.FirstTokenSeconds);
+            Decode = Time(result.DecodeSeconds);
+            LongestGap = Time(result.LongestGapSeconds);
             Seed = result.Seed;
             ToolCalls = checked((int)result.ToolCalls.ToUInt64());
             EvictedTokens = Interop.Long(result.EvictedTokens);
+            CachedTokens = Interop.Long(result.CachedTokens);
+            DraftedTokens = Interop.Long(result.DraftedTokens);
+            AcceptedTokens = Interop.Long(result.AcceptedTokens);
+            Preemptions = Interop.Long(result.Preemptions);
+        }
+
+        private static TimeSpan Time(double seconds)
+        {
+            return TimeSpan.FromTicks((long)(seconds * TimeSpan.TicksPerSecond));
         }
 
         /// <summary>Why it ended.</summary>
@@ -119,14 +130,20 @@ namespace LibNVFP4
         /// <summary>Tokens generated.</summary>
         public long GeneratedTokens { get; }
 
-        /// <summary>Time to run the part of the prompt that was not cached.</summary>
+        /// <summary>Time from the call, or from the submission to a queue, to the beginning of the first pass over the weights: for which it waited for its turn in the queue, for memory, and for passes of other generations.</summary>
+        public TimeSpan Queued { get; }
+
+        /// <summary>Time from the beginning of the first pass over the weights to the first token, which runs the part of the prompt that was not cached. Zero if no pass had to run for it.</summary>
         public TimeSpan Prefill { get; }
 
-        /// <summary>Time from the call to the first token.</summary>
+        /// <summary>Time from the call, or from the submission to a queue, to the first token.</summary>
         public TimeSpan FirstToken { get; }
 
         /// <summary>Time from the first token to the end. For a stream it includes the time that its reader took.</summary>
         public TimeSpan Decode { get; }
+
+        /// <summary>The longest time from one token to the next, the reader's own time included; zero with fewer than two tokens.</summary>
+        public TimeSpan LongestGap { get; }
 
         /// <summary>The seed of the draws; the same seed repeats them.</summary>
         public ulong Seed { get; }
@@ -136,6 +153,18 @@ namespace LibNVFP4
 
         /// <summary>Tokens that eviction has dropped for the generation and its prompt, because the context was full.</summary>
         public long EvictedTokens { get; }
+
+        /// <summary>Tokens of <see cref="PromptTokens"/> that did not run, because the session held their keys and values already, or another prompt with the same prefix.</summary>
+        public long CachedTokens { get; }
+
+        /// <summary>Tokens that a drafter or a lookup proposed: <see cref="GenerateOptions.Drafts"/>, <see cref="GenerateOptions.PromptLookup"/>.</summary>
+        public long DraftedTokens { get; }
+
+        /// <summary>Proposed tokens that the model itself chose, each of which saved a step.</summary>
+        public long AcceptedTokens { get; }
+
+        /// <summary>How often the generation gave its memory up to others, and ran its tokens again.</summary>
+        public long Preemptions { get; }
     }
 
     /// <summary>

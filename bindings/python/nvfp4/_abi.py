@@ -1115,12 +1115,22 @@ class GenerationResult(Structure):
     - `finish`: One of NVFP4_FINISH_*.
     - `prompt_tokens`: Tokens before the first generated one: all those in the session, or in a chat those that the turn added.
     - `generated_tokens`: Tokens generated, which are the last ones of the session, as far as eviction has not dropped them.
-    - `prefill_seconds`: Seconds to run the part of the prompt that was not cached.
-    - `first_token_seconds`: Seconds from the call to the first token.
+    - `prefill_seconds`: Seconds from the beginning of the first pass over the weights to the first token: the time to run the part of the
+      prompt that was not cached. 0 if no pass had to run for it.
+    - `first_token_seconds`: Seconds from the call, or from the submission to a queue, to the first token.
     - `decode_seconds`: Seconds from the first token to the end.
     - `seed`: The seed of the draws; the same seed repeats them.
     - `tool_calls`: Number of tool calls in the answer; NVFP4_session_tool_calls() gives them.
     - `evicted_tokens`: Tokens that eviction has dropped for the generation and its prompt, since the context was full.
+    - `queue_seconds`: Seconds from the call, or from the submission to a queue, to the beginning of its first pass over the weights: the
+      time for which it waited for its turn in the queue, for memory, and for passes of other generations.
+    - `longest_gap_seconds`: The longest time from one token to the next, in seconds; 0 with fewer than two tokens. It includes the time of
+      callbacks, and in a queue that for which its events were not taken.
+    - `cached_tokens`: Tokens of `prompt_tokens` that did not run, since their keys and values were held already: by the session, or as the
+      prefix of another prompt.
+    - `drafted_tokens`: Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options.
+    - `accepted_tokens`: Proposed tokens that the model itself chose, each of which saved a step.
+    - `preemptions`: How often the generation gave its memory up to others, and ran its tokens again.
     """
 
     _fields_ = [
@@ -1134,6 +1144,12 @@ class GenerationResult(Structure):
         ("seed", c_uint64),
         ("tool_calls", c_size_t),
         ("evicted_tokens", c_size_t),
+        ("queue_seconds", c_double),
+        ("longest_gap_seconds", c_double),
+        ("cached_tokens", c_size_t),
+        ("drafted_tokens", c_size_t),
+        ("accepted_tokens", c_size_t),
+        ("preemptions", c_size_t),
     ]
 
 

@@ -37,6 +37,12 @@ class Generation(typing.NamedTuple):
     The result of a generation. `finish` is stop, stop_string, length, context, cancelled or deadline; `seed` repeats its draws. In a chat,
     `text` is the answer alone, `reasoning` the reasoning before it, and `tool_calls` a list of ToolCall. `evicted_tokens` were dropped because
     the context was full.
+
+    Times count from the call, or from the submission of a stream to its queue: `queue_seconds` until the first pass over the weights,
+    `prefill_seconds` from there to the first token, `first_token_seconds` both together. `longest_gap_seconds` is the longest time between
+    two tokens. `cached_tokens` of the prompt did not run, because their keys and values were held already. Of `drafted_tokens`, which a
+    drafter or a lookup proposed, `accepted_tokens` were the model's own choice. `preemptions` is how often the generation gave its memory
+    up to others.
     """
 
     text: str
@@ -50,6 +56,12 @@ class Generation(typing.NamedTuple):
     decode_seconds: float
     seed: int
     evicted_tokens: int
+    queue_seconds: float
+    longest_gap_seconds: float
+    cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
 
 
 class Score(typing.NamedTuple):

@@ -142,11 +142,13 @@ impl Conversation {
         ))?;
         if let Some(last) = &self.last {
             let t = &last.timings;
+            let ran = last.prompt_tokens - last.cached_tokens;
             let rate = |tokens: usize, seconds: f64| tokens as f64 / seconds.max(1e-9);
             output::line(format_args!(
-                "last turn: {} tokens in at {:.1}/s, {} tokens out at {:.1}/s, seed {}",
+                "last turn: {} tokens in, {} of them cached, the others at {:.1}/s, {} tokens out at {:.1}/s, seed {}",
                 last.prompt_tokens,
-                rate(last.prompt_tokens, t.prefill_seconds),
+                last.cached_tokens,
+                rate(ran, t.prefill_seconds),
                 last.tokens.len(),
                 // The time of the first token counts as prompt time.
                 rate(last.tokens.len().saturating_sub(1), t.decode_seconds),

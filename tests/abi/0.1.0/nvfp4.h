@@ -1336,9 +1336,12 @@ typedef struct NVFP4_GenerationResult {
     size_t prompt_tokens;
     /** Tokens generated, which are the last ones of the session, as far as eviction has not dropped them. */
     size_t generated_tokens;
-    /** Seconds to run the part of the prompt that was not cached. */
+    /**
+     * Seconds from the beginning of the first pass over the weights to the first token: the time to run the part of the prompt that was
+     * not cached. 0 if no pass had to run for it.
+     */
     double prefill_seconds;
-    /** Seconds from the call to the first token. */
+    /** Seconds from the call, or from the submission to a queue, to the first token. */
     double first_token_seconds;
     /** Seconds from the first token to the end. */
     double decode_seconds;
@@ -1348,6 +1351,27 @@ typedef struct NVFP4_GenerationResult {
     size_t tool_calls;
     /** Tokens that eviction has dropped for the generation and its prompt, since the context was full. */
     size_t evicted_tokens;
+    /**
+     * Seconds from the call, or from the submission to a queue, to the beginning of its first pass over the weights: the time for which it
+     * waited for its turn in the queue, for memory, and for passes of other generations.
+     */
+    double queue_seconds;
+    /**
+     * The longest time from one token to the next, in seconds; 0 with fewer than two tokens. It includes the time of callbacks, and in a
+     * queue that for which its events were not taken.
+     */
+    double longest_gap_seconds;
+    /**
+     * Tokens of `prompt_tokens` that did not run, since their keys and values were held already: by the session, or as the prefix of another
+     * prompt.
+     */
+    size_t cached_tokens;
+    /** Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options. */
+    size_t drafted_tokens;
+    /** Proposed tokens that the model itself chose, each of which saved a step. */
+    size_t accepted_tokens;
+    /** How often the generation gave its memory up to others, and ran its tokens again. */
+    size_t preemptions;
 } NVFP4_GenerationResult;
 
 /**
