@@ -668,6 +668,9 @@ typedef struct NVFP4_Model NVFP4_Model;
 /** A weight with the moments of its AdamW. See the chapter on training with the host's own passes. */
 typedef struct NVFP4_OptimizerState NVFP4_OptimizerState;
 
+/** Threads of the host. See the pool chapter. */
+typedef struct NVFP4_Pool NVFP4_Pool;
+
 /** A queue of a model. See the chapter on queues. */
 typedef struct NVFP4_Queue NVFP4_Queue;
 
@@ -827,6 +830,22 @@ typedef struct NVFP4_SchemaResult {
     int64_t block;
 } NVFP4_SchemaResult;
 
+/** Runs a task once: see #NVFP4_PoolSubmit. Returns when the task has nothing more to do. */
+typedef void (*NVFP4_PoolTask)(void *task);
+
+/**
+ * Schedules `run(task)` on a thread of the host, and returns at once. Returns 0 if `run(task)` will be called, once, in this process; anything
+ * else if it will not.
+ *
+ * The task helps calls of models for as long as they have work, at least some hundred microseconds, and returns. It may begin when the pool
+ * and its models are gone, and then returns at once. Its thread needs 512 KiB of stack. The function is called by threads that call a model of
+ * the pool, by one at a time. It must not call the library.
+ */
+typedef int32_t (*NVFP4_PoolSubmit)(void *user, NVFP4_PoolTask run, void *task);
+
+/** Called once, when neither the pool nor a model uses `user` any more, by the thread that released the last of them. */
+typedef void (*NVFP4_PoolRelease)(void *user);
+
 /** How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ. */
 typedef struct NVFP4_LoadOptions {
     /** sizeof(NVFP4_LoadOptions) as the caller knows it. */
@@ -873,6 +892,11 @@ typedef struct NVFP4_LoadOptions {
      * and that no session uses keeps such blocks. Default: 0.
      */
     uint64_t prefix_bytes;
+    /**
+     * Threads of the host that work for the model on the CPU, in place of the library's: a handle of NVFP4_pool_create(), or NULL for none.
+     * Not together with `threads`. Ignored on a GPU. Default: NULL.
+     */
+    const NVFP4_Pool *pool;
 } NVFP4_LoadOptions;
 
 /** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */
@@ -2471,6 +2495,39 @@ NVFP4_Status NVFP4_schema_validate(const NVFP4_NamedTensor *tensors,
                                    size_t tensor_size,
                                    const char *prefix,
                                    size_t prefix_length);
+
+/**
+ * @defgroup pool Pools: threads of the host that work for models
+ *
+ * A model on the CPU divides its work among threads of the library. A host that has a pool of threads already, pinned to cores or shared with
+ * other work, gives the model a pool made of that: the library then schedules tasks on it, and starts no threads for the model's passes.
+ * Loading starts threads of its own, which end with it, and each generation of a queue has one.
+ *
+ * The thread that calls the model works too, and no call waits for a task that has not begun. A host may therefore run tasks late, on fewer
+ * threads than were asked for, or not at all: calls only take longer. Results do not depend on it.
+ */
+
+/**
+ * Makes a pool of the host's threads, for `pool` of #NVFP4_LoadOptions; any number of models may share it. In the child of a fork its models
+ * run on the calling threads alone, because the child does not have the host's.
+ *
+ * - `threads`: most threads that work at a time for a call, the calling one included; 0 for as many as NVFP4_set_threads() says.
+ * - `submit`: schedules a task. `release`: called when `user` is no longer used, but not if this function fails; NULL for none.
+ *
+ * Errors: #NVFP4_INVALID_ARGUMENT for a NULL `submit`, and for `threads` out of range.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_pool_create(int32_t threads,
+                               NVFP4_PoolSubmit submit,
+                               void *user,
+                               NVFP4_PoolRelease release,
+                               NVFP4_Pool **out);
+
+/** Adds a reference to a pool. */
+NVFP4_API NVFP4_Status NVFP4_pool_retain(NVFP4_Pool *pool);
+
+/** Gives up a reference to a pool. After the last one the handle is stale; models that have the pool keep it. */
+NVFP4_API NVFP4_Status NVFP4_pool_release(NVFP4_Pool *pool);
 
 /**
  * @defgroup model Models: weights on disk, and weights, tokenizer and chat template in memory

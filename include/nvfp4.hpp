@@ -1241,6 +1241,55 @@ inline Result<void> validate_schema(Span<NamedTensor> tensors, std::string_view 
     return check(NVFP4_schema_validate(plain.data(), plain.size(), sizeof(NVFP4_NamedTensor), prefix.data(), prefix.size()));
 }
 
+/**
+ * Threads of the program that work for models on the CPU, in place of threads of the library: `options.pool = pool.get()` of LoadOptions. Any
+ * number of models may share it.
+ */
+class Pool : public detail::Handle<NVFP4_Pool, NVFP4_pool_retain, NVFP4_pool_release> {
+public:
+    using Handle::Handle;
+
+    /** Work for one thread of the program; see NVFP4_PoolSubmit. One of its copies is to be called, once. */
+    class Task {
+    public:
+        Task(NVFP4_PoolTask run, void *task) noexcept : run(run), task(task) {}
+        void operator()() const { run(task); }
+
+    private:
+        NVFP4_PoolTask run;
+        void *task;
+    };
+
+    /**
+     * A pool of up to `threads` threads with the calling one; 0 for as many as the library would use. `submit(Task)` has another thread call the
+     * task and returns at once; it returns false, or throws, if none will. It is called by one thread at a time, and must not call the library.
+     */
+    template <class Submit>
+    static Result<Pool> create(Submit &&submit, std::int32_t threads = 0)
+    {
+        using F = std::decay_t<Submit>;
+        auto given = std::make_unique<F>(std::forward<Submit>(submit));
+        const NVFP4_PoolSubmit schedule = [](void *user, NVFP4_PoolTask run, void *task) -> std::int32_t {
+            return detail::Carried<F>(*static_cast<F *>(user)).call(Task(run, task));
+        };
+        const NVFP4_PoolRelease release = [](void *user) { delete static_cast<F *>(user); };
+        Pool out;
+        const NVFP4_Status status = NVFP4_pool_create(threads, schedule, given.get(), release, out.put());
+        if (status == NVFP4_OK)
+            static_cast<void>(given.release());
+        return detail::result(status, std::move(out));
+    }
+#ifndef NVFP4_NO_EXCEPTIONS
+    template <class Submit, class = std::enable_if_t<std::is_invocable_v<std::decay_t<Submit> &, Task>>>
+    explicit Pool(Submit &&submit, std::int32_t threads = 0) : Pool(create(std::forward<Submit>(submit), threads))
+    {
+    }
+#endif
+
+    /** A second owner of the same pool. */
+    Result<Pool> clone() const { return again<Pool>(); }
+};
+
 /** How to load a model; the fields of the C struct, with their defaults. */
 struct LoadOptions : NVFP4_LoadOptions {
     LoadOptions() : NVFP4_LoadOptions()

@@ -108,7 +108,7 @@ impl NVFP4_CalibrateOptions {
             distill: (self.distill_steps > 0).then_some(self.distill_steps),
         };
         Ok((
-            device_of(self.device_type, self.device_index, None)?,
+            device_of(self.device_type, self.device_index, shared::device)?,
             options,
         ))
     }

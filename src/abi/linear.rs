@@ -190,7 +190,7 @@ impl Plan {
                 ],
             )?,
             layout: layout(given.scale_layout)?,
-            device: device_of(given.device_type, given.device_index, None)?,
+            device: device_of(given.device_type, given.device_index, shared::device)?,
         })
     }
 

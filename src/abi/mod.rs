@@ -37,6 +37,8 @@ pub mod linear;
 
 pub mod schema;
 
+pub mod pool;
+
 pub mod model;
 
 pub mod convert;

@@ -17,6 +17,7 @@ use super::guard::{self, enter, enter_to_free};
 use super::handle::{self, Object};
 use super::library::thread_count;
 use super::linear::{NVFP4_ACTIVATIONS_EXACT, activations};
+use super::pool::{NVFP4_Pool, Pool};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::shared;
 use super::status::NVFP4_Status;
@@ -101,12 +102,15 @@ pub struct NVFP4_LoadOptions {
     /// With 0 sessions share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved
     /// and that no session uses keeps such blocks. Default: 0.
     pub prefix_bytes: u64,
+    /// Threads of the host that work for the model on the CPU, in place of the library's: a handle of NVFP4_pool_create(), or NULL for none.
+    /// Not together with `threads`. Ignored on a GPU. Default: NULL.
+    pub pool: *const NVFP4_Pool,
 }
 
-// SAFETY: integers and a pointer without padding, the first a u32 size.
+// SAFETY: integers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_LoadOptions {
     const NAME: &'static str = "NVFP4_LoadOptions";
-    const EARLIER: &'static [usize] = &[40];
+    const EARLIER: &'static [usize] = &[40, 56];
     fn defaults() -> Self {
         NVFP4_LoadOptions {
             struct_size: size_of::<Self>() as u32,
@@ -120,6 +124,7 @@ unsafe impl Growing for NVFP4_LoadOptions {
             prefix_cache: 1,
             deterministic: 0,
             prefix_bytes: 0,
+            pool: std::ptr::null(),
         }
     }
 }
@@ -364,11 +369,43 @@ unsafe fn quantizing(quantize: *const NVFP4_QuantizeOptions) -> Result<Option<Qu
     quantize.read_for_model().map(Some)
 }
 
+/// The CPU that a model is loaded on, unless it is on a GPU.
+enum Cpus {
+    /// With so many threads of the library, or the shared one.
+    Own(Option<usize>),
+    /// On threads of the host.
+    Host(Device),
+}
+
+impl Cpus {
+    fn read(options: &NVFP4_LoadOptions) -> Result<Cpus> {
+        let threads = thread_count(options.threads)?;
+        if options.pool.is_null() {
+            return Ok(Cpus::Own(threads));
+        }
+        let pool = handle::get::<Pool>("pool", options.pool)?;
+        match threads {
+            None => Ok(Cpus::Host(pool.device.clone())),
+            Some(threads) => bail!(
+                InvalidArgument,
+                "threads is {threads}, and pool has a number of its own; leave threads 0"
+            ),
+        }
+    }
+
+    fn device(&self) -> Result<Device> {
+        match self {
+            Cpus::Own(threads) => shared::cpu(*threads),
+            Cpus::Host(device) => Ok(device.clone()),
+        }
+    }
+}
+
 /// Checked options of loading a model.
 struct Wanted {
     device_type: i32,
     device_index: i32,
-    threads: Option<usize>,
+    cpu: Cpus,
     activations: Activations,
     sampling_only: bool,
     kv_bytes: Option<usize>,
@@ -384,7 +421,7 @@ impl Wanted {
         Ok(Wanted {
             device_type: options.device_type,
             device_index: options.device_index,
-            threads: thread_count(options.threads)?,
+            cpu: Cpus::read(options)?,
             activations: activations(options.activations)?,
             sampling_only: flag("sampling_only", options.sampling_only)?,
             kv_bytes: (kv_bytes > 0).then_some(kv_bytes),
@@ -416,7 +453,7 @@ impl Wanted {
             })
         };
         if self.device_type != NVFP4_DEVICE_AUTO {
-            let device = device_of(self.device_type, self.device_index, self.threads)?;
+            let device = device_of(self.device_type, self.device_index, || self.cpu.device())?;
             return on(device, None);
         }
         check_only("the library's choice", self.device_index)?;
@@ -430,7 +467,7 @@ impl Wanted {
         placement::load(
             &[path],
             &requirements,
-            || shared::cpu(self.threads),
+            || self.cpu.device(),
             |placement| tracing::info!("{placement}"),
             |device, placement| on(device.clone(), Some(placement.to_string())),
         )

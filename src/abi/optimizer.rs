@@ -261,7 +261,7 @@ pub unsafe extern "C-unwind" fn NVFP4_optimizer_restore(
         // SAFETY: the pointers are as the header asks.
         let (out, bytes) = unsafe { (Out::new("out", out)?, slice("bytes", bytes, length)?) };
         let own = !flag("libtorch", libtorch)?;
-        let device = device_of(device_type, device_index, None)?;
+        let device = device_of(device_type, device_index, shared::device)?;
         let optimizer = tensors::TensorOptimizer::restore(&device, bytes)?;
         let state = State { optimizer, own };
         out.set(handle::insert(Arc::new(Optimizer(Exclusive::new(state)))));

@@ -4,6 +4,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::base::error::Result;
+use crate::base::threads::Pool;
 use crate::cuda;
 use crate::ops::ste::EvalWeights;
 use crate::ops::{Device, Workspace};
@@ -48,6 +49,12 @@ pub(super) fn cpu(threads: Option<usize>) -> Result<Device> {
         None => device(),
         threads => Device::cpu(threads),
     }
+}
+
+/// `threads`, or the number of threads of the shared device.
+pub(super) fn thread_count_of(threads: Option<usize>) -> Result<usize> {
+    let threads = threads.or(shared().threads);
+    threads.map_or_else(Pool::default_threads, Ok)
 }
 
 /// Sets the number of threads of devices created from now on.

@@ -15,7 +15,6 @@ use std::sync::Arc;
 use super::arguments::{Out, User, copy_items, count, sizes, slice_mut};
 use super::guard::{enter, enter_to_free};
 use super::handle::{self, Object};
-use super::shared;
 use super::status::NVFP4_Status;
 use crate::base::ErrorKind;
 use crate::base::error::{Result, bail, err};
@@ -598,16 +597,16 @@ pub(super) fn check_only(who: &str, device_index: i32) -> Result<()> {
     }
 }
 
-/// The device for `device_type` and `device_index`. A CPU device is a new one if `threads` is given.
+/// The device for `device_type` and `device_index`. `cpu` gives that of the CPU.
 pub(super) fn device_of(
     device_type: i32,
     device_index: i32,
-    threads: Option<usize>,
+    cpu: impl FnOnce() -> Result<Device>,
 ) -> Result<Device> {
     match device_type {
         NVFP4_DEVICE_CPU => {
             check_only("the CPU", device_index)?;
-            shared::cpu(threads)
+            cpu()
         }
         NVFP4_DEVICE_CUDA => match usize::try_from(device_index) {
             Ok(ordinal) => Device::cuda(ordinal)
@@ -622,7 +621,7 @@ pub(super) fn device_of(
             match Device::cuda(0) {
                 Err(e) if e.kind() == ErrorKind::DeviceUnavailable => {
                     tracing::debug!("the CPU is chosen: {e}");
-                    shared::cpu(threads)
+                    cpu()
                 }
                 chosen => chosen,
             }

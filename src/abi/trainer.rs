@@ -21,6 +21,7 @@ use super::handle::{self, Exclusive, Object, Snapshots};
 use super::library::thread_count;
 use super::model::{NVFP4_Model, tokens_in};
 use super::quantize::{NVFP4_RECIPE_SWEEP, recipe_of};
+use super::shared;
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_DEVICE_CPU, device_of};
 use crate::base::call;
@@ -334,7 +335,7 @@ pub(super) fn second_form(value: i32) -> Result<SecondForm> {
 impl NVFP4_TrainerOptions {
     fn device(&self) -> Result<Device> {
         let threads = thread_count(self.threads)?;
-        device_of(self.device_type, self.device_index, threads)
+        device_of(self.device_type, self.device_index, || shared::cpu(threads))
     }
 
     /// The teacher, and the place of its weights.

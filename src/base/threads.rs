@@ -9,6 +9,8 @@
 //! caller. If it is still there after some milliseconds, it starts a successor and ends: the system places a new thread on the least loaded
 //! core, but wakes a sleeping one where its waker runs.
 
+mod host;
+
 use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::ffi::{CString, c_void};
@@ -25,6 +27,8 @@ use super::error::{Result, bail, err};
 use super::fork;
 use super::lock::lock;
 use super::region::{self, Claim, MOST_PARTS, Region, Regions};
+
+pub use host::{Submit, Task};
 
 /// A yield that returns sooner than this found no other thread on this core.
 const ALONE: Duration = Duration::from_micros(50);
@@ -45,6 +49,8 @@ struct PoolState {
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     /// The current worker of each number, from 1 on.
     workers: Mutex<Vec<Thread>>,
+    /// Tasks that the host runs or has not run yet.
+    tasks: AtomicUsize,
     /// Delays workers in tests.
     #[cfg(test)]
     hold: tests::Hold,
@@ -53,6 +59,8 @@ struct PoolState {
 /// A fixed set of threads. The thread that calls [`Pool::run`] works too, so a pool of one starts none.
 pub struct Pool {
     threads: usize,
+    /// Schedules tasks on threads of the host, for a pool without workers.
+    submit: Option<Arc<Submit>>,
     /// Never null. Replaced in the child of a fork, where the threads do not exist.
     crew: AtomicPtr<Crew>,
 }
@@ -61,7 +69,6 @@ pub struct Pool {
 struct Crew {
     generation: u32,
     /// The parent process's crew. It is kept untouched, because threads that do not exist here may hold its locks.
-    #[expect(dead_code, reason = "kept in reach")]
     parents: Option<&'static Crew>,
     shared: Arc<PoolState>,
     workers: usize,
@@ -317,6 +324,7 @@ impl Crew {
             stop: AtomicBool::new(false),
             panic: Mutex::new(None),
             workers: Mutex::new(Vec::with_capacity(threads - 1)),
+            tasks: AtomicUsize::new(0),
             #[cfg(test)]
             hold: tests::Hold::default(),
         });
@@ -357,15 +365,28 @@ impl Drop for Crew {
 impl Pool {
     /// A pool of `threads` threads, including the caller's.
     pub fn new(threads: usize) -> Result<Self> {
+        Self::with(threads, threads, None)
+    }
+
+    /// A pool of the caller's thread and up to `threads - 1` of the host at a time, which run the tasks that `submit` schedules. Starts
+    /// none itself. After a fork the caller works alone, because the child has none of the host's threads. `submit` is called by callers of
+    /// [`Pool::run`], one at a time.
+    pub fn of_host(threads: usize, submit: Arc<Submit>) -> Result<Self> {
+        Self::with(threads, 1, Some(submit))
+    }
+
+    /// A pool that starts `own` threads less one.
+    fn with(threads: usize, own: usize, submit: Option<Arc<Submit>>) -> Result<Self> {
         if !(1..=1024).contains(&threads) {
             bail!(
                 InvalidArgument,
                 "a pool takes 1 to 1024 threads, not {threads}"
             );
         }
-        let crew = Box::into_raw(Box::new(Crew::new(threads, None)?));
+        let crew = Box::into_raw(Box::new(Crew::new(own, None)?));
         Ok(Pool {
             threads,
+            submit,
             crew: AtomicPtr::new(crew),
         })
     }
@@ -379,7 +400,8 @@ impl Pool {
             return known;
         }
         let parents = Some(known);
-        let fresh = Crew::new(self.threads, parents).or_else(|_| Crew::new(1, parents));
+        let own = self.submit.as_ref().map_or(self.threads, |_| 1);
+        let fresh = Crew::new(own, parents).or_else(|_| Crew::new(1, parents));
         let fresh = Box::into_raw(Box::new(fresh.expect("a crew of one starts no thread")));
         match self
             .crew
@@ -419,6 +441,10 @@ impl Pool {
         }
         let crew = self.crew();
         let _turn = lock(&crew.turn);
+        if let (Some(submit), None) = (&self.submit, crew.parents) {
+            // Called while no region is open, which a panic of it would leave to the tasks.
+            crew.call_host(&**submit, parts.min(self.threads) - 1);
+        }
         for first in (0..parts).step_by(MOST_PARTS) {
             crew.run(MOST_PARTS.min(parts - first), &|part| task(first + part));
         }
@@ -426,6 +452,17 @@ impl Pool {
 }
 
 impl Crew {
+    /// Has the host run tasks until `wanted` run or wait.
+    fn call_host(&self, submit: &Submit, wanted: usize) {
+        let shared = &self.shared;
+        let cores = shared.cores.load(Ordering::Relaxed).max(2);
+        let here = shared.tasks.load(Ordering::Relaxed);
+        // A host that runs a task before it returns has one fewer again.
+        for _ in here..wanted.min(cores - 1) {
+            submit(Task::new(shared));
+        }
+    }
+
     fn run(&self, parts: usize, task: &(dyn Fn(usize) + Sync)) {
         let shared = &*self.shared;
         let region = Region::new(parts, task);
@@ -492,6 +529,21 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(usize::MAX, usize::from)
 }
 
+/// Whether there are parts to claim, now or within a few spins.
+fn has_parts_soon(regions: &Regions) -> bool {
+    (0..region::LOOKS).any(|_| {
+        std::hint::spin_loop();
+        regions.has_parts()
+    })
+}
+
+/// Yields this core to the caller, and returns whether the caller took it.
+fn leaves_core_to_caller() -> bool {
+    let offered = Instant::now();
+    std::thread::yield_now();
+    offered.elapsed() > ALONE
+}
+
 /// A worker thread of a pool.
 struct Worker {
     shared: Arc<PoolState>,
@@ -529,13 +581,10 @@ impl Worker {
         };
         let mut idle = Instant::now();
         while !shared.stop.load(Ordering::SeqCst) {
-            let has_parts = (0..region::LOOKS).any(|_| {
-                std::hint::spin_loop();
-                regions.has_parts()
-            });
+            let has_parts = has_parts_soon(regions);
             let waits = has_parts || idle.elapsed() <= region::SPIN;
             if waits && regions.is_beside_caller() {
-                if self.leaves_core_to_caller() {
+                if leaves_core_to_caller() {
                     if self.is_replaced() {
                         return;
                     }
@@ -553,13 +602,6 @@ impl Worker {
                 idle = Instant::now();
             }
         }
-    }
-
-    /// Yields this core to the caller, and returns whether the caller took it.
-    fn leaves_core_to_caller(&self) -> bool {
-        let offered = Instant::now();
-        std::thread::yield_now();
-        offered.elapsed() > ALONE
     }
 
     /// Starts a successor, which the system may place better, if it is time. Returns whether there is one now: this thread then ends.
@@ -740,6 +782,78 @@ mod tests {
                 std::thread::yield_now();
             }
         });
+    }
+
+    /// A host that runs each task on a thread of its own, and says how many it has run.
+    fn host() -> (Arc<AtomicUsize>, Arc<Submit>) {
+        let ran = Arc::new(AtomicUsize::new(0));
+        let count = ran.clone();
+        let submit = move |task: Task| {
+            count.fetch_add(1, Ordering::Relaxed);
+            std::thread::spawn(|| task.run());
+        };
+        (ran, Arc::new(submit))
+    }
+
+    #[test]
+    fn a_host_runs_parts_on_its_threads() {
+        in_time(|| {
+            let (ran, submit) = host();
+            let pool = Pool::of_host(3, submit).unwrap();
+            let shared = shared(&pool);
+            shared.cores.store(3, Ordering::Relaxed);
+            let threads = Mutex::new(std::collections::HashSet::new());
+            while lock(&threads).len() < 3 {
+                pool.run(3, |_| {
+                    lock(&threads).insert(std::thread::current().id());
+                    std::thread::sleep(Duration::from_millis(1));
+                });
+                assert!(shared.tasks.load(Ordering::Relaxed) <= 2);
+            }
+            (2..200).for_each(|parts| run_once_each(&pool, parts));
+            assert!(ran.load(Ordering::Relaxed) >= 2);
+            let panics = || pool.run(8, |part| assert!(part != 5, "part five"));
+            catch_unwind(AssertUnwindSafe(panics)).unwrap_err();
+            run_once_each(&pool, 10);
+            drop(pool);
+            while shared.tasks.load(Ordering::Relaxed) > 0 {
+                std::thread::yield_now();
+            }
+        });
+    }
+
+    /// Regions end whatever a host does with its tasks: it drops them, runs them before it returns, or runs them after the pool is gone.
+    #[test]
+    fn a_region_waits_for_no_task_of_a_host() {
+        in_time(|| {
+            let pool = Pool::of_host(4, Arc::new(drop)).unwrap();
+            (2..50).for_each(|parts| run_once_each(&pool, parts));
+            assert_eq!(shared(&pool).tasks.load(Ordering::Relaxed), 0);
+
+            let pool = Pool::of_host(4, Arc::new(Task::run)).unwrap();
+            (2..10).for_each(|parts| run_once_each(&pool, parts));
+
+            let late = Arc::new(Mutex::new(Vec::new()));
+            let kept = late.clone();
+            let keep = move |task: Task| lock(&kept).push(task.into_raw() as usize);
+            let pool = Pool::of_host(2, Arc::new(keep)).unwrap();
+            (2..50).for_each(|parts| run_once_each(&pool, parts));
+            drop(pool);
+            let late = std::mem::take(&mut *lock(&late));
+            assert_eq!(late.len(), 1);
+            for task in late {
+                // SAFETY: each comes from `into_raw`, once.
+                unsafe { Task::from_raw(task as *const ()) }.run();
+            }
+        });
+    }
+
+    #[test]
+    fn a_host_that_panics_leaves_no_region_open() {
+        let pool = Pool::of_host(2, Arc::new(|_| panic!("no thread"))).unwrap();
+        let run = || pool.run(4, |_| ());
+        catch_unwind(AssertUnwindSafe(run)).unwrap_err();
+        assert_eq!(shared(&pool).tasks.load(Ordering::Relaxed), 0);
     }
 
     #[test]

@@ -80,17 +80,21 @@ impl Cpu {
 
     /// A given level, which must be present.
     pub fn with_level(level: Level, threads: Option<usize>) -> Result<Arc<Self>> {
+        let pool = Pool::new(threads.map_or_else(Pool::default_threads, Ok)?)?;
+        Self::with_pool(level, pool)
+    }
+
+    /// The best level present, on the threads of a pool.
+    pub fn of_pool(pool: Pool) -> Result<Arc<Self>> {
+        Self::with_pool(Level::choose()?, pool)
+    }
+
+    fn with_pool(level: Level, pool: Pool) -> Result<Arc<Self>> {
         if !level.is_present() {
             bail!(Unsupported, "this machine does not have {}", level.name());
         }
-        let threads = match threads {
-            Some(n) => n,
-            None => Pool::default_threads()?,
-        };
-        Ok(Arc::new(Cpu {
-            table: Table::of(level),
-            pool: Pool::new(threads)?,
-        }))
+        let table = Table::of(level);
+        Ok(Arc::new(Cpu { table, pool }))
     }
 
     /// The level in use.

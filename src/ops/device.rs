@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::base::error::{Result, bail};
-use crate::base::threads::Pool;
+use crate::base::threads::{Pool, Submit};
 use crate::cpu::Cpu;
 use crate::cuda::Gpu;
 
@@ -39,6 +39,12 @@ impl Device {
     /// The CPU with `threads` threads; `None` takes `NVFP4_THREADS`, or else one thread for each available core.
     pub fn cpu(threads: Option<usize>) -> Result<Device> {
         Ok(Device::Cpu(Cpu::new(threads)?))
+    }
+
+    /// The CPU with up to `threads` threads, the caller's and those of a host on which `submit` schedules tasks.
+    pub fn cpu_of_host(threads: usize, submit: Arc<Submit>) -> Result<Device> {
+        let pool = Pool::of_host(threads, submit)?;
+        Ok(Device::Cpu(Cpu::of_pool(pool)?))
     }
 
     /// The CUDA device numbered `ordinal`. Fails, with the reason, if the device or kernels for it are unavailable.

@@ -482,6 +482,11 @@ static void schemas(void)
     TENSORS(invalid, &bad, 1, sizeof good, NULL, 0);
 }
 
+static int32_t no_thread(void *user, NVFP4_PoolTask run, void *task)
+{
+    return user == NULL && run != NULL && task != NULL;
+}
+
 static void models(NVFP4_Model *model, const char *path)
 {
     const int32_t invalid = NVFP4_INVALID_ARGUMENT;
@@ -498,6 +503,25 @@ static void models(NVFP4_Model *model, const char *path)
     SAYS("path has a NUL at byte 1 of 3");
     BAD(NVFP4_NOT_FOUND, NVFP4_model_load, "\xff", 1, NULL, NULL, &none);
     BAD(NVFP4_NOT_FOUND, NVFP4_model_load, "/nowhere", 8, NULL, NULL, &none);
+
+    NVFP4_Pool *pool = NULL;
+    BAD(invalid, NVFP4_pool_create, 2, NULL, NULL, NULL, &pool);
+    SAYS("submit is NULL");
+    BAD(invalid, NVFP4_pool_create, -1, no_thread, NULL, NULL, &pool);
+    BAD(invalid, NVFP4_pool_create, 1025, no_thread, NULL, NULL, &pool);
+    BAD(invalid, NVFP4_pool_create, 2, no_thread, NULL, NULL, NULL);
+    OK(NVFP4_pool_create(2, no_thread, NULL, NULL, &pool));
+    options.pool = pool;
+    options.threads = 3;
+    BAD(invalid, NVFP4_model_load, path, strlen(path), &options, NULL, &none);
+    SAYS("threads is 3, and pool");
+    options.threads = 0;
+    options.pool = no_handles[1];
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_model_load, path, strlen(path), &options, NULL, &none);
+    options.pool = NULL;
+    HANDLE(NVFP4_pool_retain, h);
+    RELEASE(NVFP4_pool_release);
+    OK(NVFP4_pool_release(pool));
     options.activations = 9;
     BAD(invalid, NVFP4_model_load, path, strlen(path), &options, NULL, &none);
     options.activations = NVFP4_ACTIVATIONS_INT8;

@@ -340,7 +340,7 @@ for std in c99 c11; do
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
 done
-for name in fork limits stack storm leave hosts; do
+for name in fork limits stack storm leave hosts pool; do
     check "$name compiles as c11" compile c11 $name $name.c
 done
 for name in unload copies; do
@@ -373,7 +373,7 @@ programs+=("logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work
     "calls $work/calls-c11 $model" "fork $work/fork-c11 $model" "cancel $work/cancel-c11 $long $work/scratch"
     "limits $work/limits-c11 $model $work/scratch $steps"
     "limits-deep $work/limits-c11 $work/deep $work/scratch $((steps / 2))"
-    "stack $work/stack-c11 $work/deep $work/scratch" "storm $work/storm-c11 $model $work/scratch" "leave $work/leave-c11 $model"
+    "stack $work/stack-c11 $work/deep $work/scratch" "storm $work/storm-c11 $model $work/scratch" "leave $work/leave-c11 $model" "pool $work/pool-c11 $model"
     "hosts $work/hosts-c11 $model $work/scratch" "constructor $work/constructor-c11 $work/libconstructor.so"
     "unload $work/unload-c11 $library $model" "copies $work/copies-c11 $library $model $work/scratch"
     "wrapper $work/wrapper-c++17 $model $work/scratch $thinker" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch $thinker")

@@ -9,6 +9,7 @@
 #include <functional>
 #include <iterator>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 
 extern "C" std::size_t other_unit_cpp(const nvfp4::Tensor &tensor);
@@ -50,7 +51,7 @@ void tensors()
     static_assert(is_single<nvfp4::Tensor> && is_single<nvfp4::Weight> && is_single<nvfp4::Model> && is_single<nvfp4::Session> &&
                   is_single<nvfp4::Detokenizer> && is_single<nvfp4::Grammar> && is_single<nvfp4::Cancel> && is_single<nvfp4::Trainer> && is_single<nvfp4::Optimizer> &&
                   is_single<nvfp4::TakenError> && is_single<nvfp4::Log> && is_single<nvfp4::Stream> && is_single<nvfp4::Queue> &&
-                  is_single<nvfp4::Dispatcher>);
+                  is_single<nvfp4::Dispatcher> && is_single<nvfp4::Pool>);
     static_assert(std::is_nothrow_move_constructible_v<nvfp4::Model> && std::is_nothrow_move_assignable_v<nvfp4::Weight>);
 
     float data[] = {1, 2, 3, 4, 5, 6};
@@ -633,6 +634,41 @@ void streams(const std::string &path)
     CHECK(status_of([&] { nvfp4::Detokenizer::push(both, {3}); }) == NVFP4_INVALID_ARGUMENT);
     spelled += detokenizer.finish();
     CHECK(spelled == expected.text && status_of([&] { detokenizer.push(1); }) == NVFP4_INVALID_ARGUMENT);
+
+    /* Threads of this program work for a model, and end after its last reference does. */
+    {
+        std::atomic<int> tasks = 0, alive = 0;
+        struct Counted {
+            std::atomic<int> *alive;
+            explicit Counted(std::atomic<int> *alive) : alive(alive) { ++*alive; }
+            Counted(const Counted &other) : alive(other.alive) { ++*alive; }
+            ~Counted() { --*alive; }
+        };
+        std::vector<std::thread> workers;
+        nvfp4::Pool pool(
+            [&, counted = Counted(&alive)](nvfp4::Pool::Task task) {
+                if (++tasks > 3)
+                    throw std::runtime_error("no more threads");
+                workers.emplace_back(task);
+            },
+            2);
+        nvfp4::LoadOptions how;
+        how.device_type = NVFP4_DEVICE_CPU;
+        how.pool = pool.get();
+        nvfp4::Model lent(path, how);
+        nvfp4::Pool second = pool.clone();
+        pool.reset();
+        nvfp4::Session asked(lent), same(model);
+        CHECK(asked.chat("Hi", options).text == same.chat("Hi", options).text && tasks > 0 && alive == 1);
+        asked.reset();
+        lent.reset();
+        CHECK(alive == 1);
+        second.reset();
+        CHECK(alive == 0);
+        for (std::thread &worker : workers)
+            worker.join();
+        CHECK(status_of([&] { nvfp4::Pool([](nvfp4::Pool::Task) {}, -1); }) == NVFP4_INVALID_ARGUMENT);
+    }
 
     /* Held to a grammar, the text fits, and the grammar may go before the generation does. */
     {

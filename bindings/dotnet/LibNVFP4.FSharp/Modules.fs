@@ -58,6 +58,10 @@ module Weight =
 /// Models.
 [<RequireQualifiedAccess>]
 module Model =
+    /// Threads that `schedule` gives work for models that have them in their `LoadOptions`, in place of the library's: at most so many at a time, or
+    /// with 0 as many as the library would use.
+    let pool (threads: int) (schedule: (unit -> unit) -> unit) = new Pool((fun (work: Action) -> schedule work.Invoke), threads)
+
     /// Loads a model, to the GPU with room for it or else to the processor; its `Info.DeviceChoice` says why.
     let load (path: string) = Model.Load(path)
 

@@ -28,6 +28,23 @@ namespace LibNVFP4
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
     internal delegate void Deleter(IntPtr data, IntPtr user);
 
+    // Runs a task once: see #NVFP4_PoolSubmit. Returns when the task has nothing more to do.
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate void PoolTask(IntPtr task);
+
+    // Schedules `run(task)` on a thread of the host, and returns at once. Returns 0 if `run(task)` will be called, once, in this process;
+    // anything else if it will not.
+    //
+    // The task helps calls of models for as long as they have work, at least some hundred microseconds, and returns. It may begin when the
+    // pool and its models are gone, and then returns at once. Its thread needs 512 KiB of stack. The function is called by threads that
+    // call a model of the pool, by one at a time. It must not call the library.
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate int PoolSubmit(IntPtr user, IntPtr run, IntPtr task);
+
+    // Called once, when neither the pool nor a model uses `user` any more, by the thread that released the last of them.
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate void PoolRelease(IntPtr user);
+
     // Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
     // #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
     //
@@ -191,6 +208,9 @@ namespace LibNVFP4
         // while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps such
         // blocks. Default: 0.
         internal ulong PrefixBytes;
+        // Threads of the host that work for the model on the CPU, in place of the library's: a handle of NVFP4_pool_create(), or NULL for
+        // none. Not together with `threads`. Ignored on a GPU. Default: NULL.
+        internal IntPtr Pool;
     }
 
     // Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
@@ -938,6 +958,12 @@ namespace LibNVFP4
         internal override int Release() => Native.NVFP4_optimizer_release(handle);
     }
 
+    // Threads of the host. See the pool chapter.
+    internal sealed partial class PoolHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_pool_release(handle);
+    }
+
     // A queue of a model. See the chapter on queues.
     internal sealed partial class QueueHandle : NativeHandle
     {
@@ -1486,6 +1512,27 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_schema_validate(NativeNamedTensor* tensors, UIntPtr count, UIntPtr tensorSize, byte* prefix,
             UIntPtr prefixLength);
+
+        // Pools: threads of the host that work for models.
+
+        // Makes a pool of the host's threads, for `pool` of #NVFP4_LoadOptions; any number of models may share it. In the child of a fork
+        // its models run on the calling threads alone, because the child does not have the host's.
+        //
+        // - `threads`: most threads that work at a time for a call, the calling one included; 0 for as many as NVFP4_set_threads() says.
+        // - `submit`: schedules a task. `release`: called when `user` is no longer used, but not if this function fails; NULL for none.
+        //
+        // Errors: #NVFP4_INVALID_ARGUMENT for a NULL `submit`, and for `threads` out of range.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_pool_create(int threads, PoolSubmit submit, IntPtr user, PoolRelease release,
+            out PoolHandle result);
+
+        // Adds a reference to a pool.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_pool_retain(IntPtr pool);
+
+        // Gives up a reference to a pool. After the last one the handle is stale; models that have the pool keep it.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_pool_release(IntPtr pool);
 
         // Models: weights on disk, and weights, tokenizer and chat template in memory.
 

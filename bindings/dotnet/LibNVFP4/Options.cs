@@ -167,6 +167,19 @@ namespace LibNVFP4
 
         /// <summary>Bytes of keys and values that are kept after the last session that used them, for later ones that begin with the same tokens. Default: 0.</summary>
         public ulong PrefixBytes { get => Raw.PrefixBytes; set => Raw.PrefixBytes = value; }
+
+        /// <summary>Threads of the program that work for the model on the CPU, in place of the library's. Not together with <see cref="Threads"/>. Default: null.</summary>
+        public Pool Pool
+        {
+            get => pool;
+            set
+            {
+                pool = value;
+                Raw.Pool = value == null ? IntPtr.Zero : value.Handle.DangerousGetHandle();
+            }
+        }
+
+        Pool pool;
     }
 
     /// <summary>How to make a session.</summary>

@@ -10,9 +10,9 @@ __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
     "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions", "LogCallback", "LogRelease",
     "LogitsEvent", "LogitsProcessor", "Message", "MicroBatch", "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions",
-    "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions",
-    "SpecialToken", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions",
-    "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
+    "PoolRelease", "PoolSubmit", "PoolTask", "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES",
+    "SchemaResult", "SessionOptions", "SpecialToken", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent",
+    "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -656,6 +656,8 @@ class LoadOptions(Structure):
       with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory. With 0 sessions
       share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps
       such blocks. Default: 0.
+    - `pool`: Threads of the host that work for the model on the CPU, in place of the library's: a handle of NVFP4_pool_create(), or NULL
+      for none. Not together with `threads`. Ignored on a GPU. Default: NULL.
     """
 
     _fields_ = [
@@ -670,6 +672,7 @@ class LoadOptions(Structure):
         ("prefix_cache", c_int32),
         ("deterministic", c_int32),
         ("prefix_bytes", c_uint64),
+        ("pool", c_void_p),
     ]
 
 
@@ -1501,6 +1504,20 @@ ProgressCallback = CFUNCTYPE(c_int32, c_void_p, c_uint64, c_uint64)
 # use of the memory.
 Deleter = CFUNCTYPE(None, c_void_p, c_void_p)
 
+# Runs a task once: see #NVFP4_PoolSubmit. Returns when the task has nothing more to do.
+PoolTask = CFUNCTYPE(None, c_void_p)
+
+# Schedules `run(task)` on a thread of the host, and returns at once. Returns 0 if `run(task)` will be called, once, in this process;
+# anything else if it will not.
+#
+# The task helps calls of models for as long as they have work, at least some hundred microseconds, and returns. It may begin when the pool
+# and its models are gone, and then returns at once. Its thread needs 512 KiB of stack. The function is called by threads that call a model
+# of the pool, by one at a time. It must not call the library.
+PoolSubmit = CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p)
+
+# Called once, when neither the pool nor a model uses `user` any more, by the thread that released the last of them.
+PoolRelease = CFUNCTYPE(None, c_void_p)
+
 # Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
 # #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
 #
@@ -2066,6 +2083,29 @@ FUNCTIONS: Tuple[Function, ...] = (
         Checks the 4-bit weights of a set of tensors: no part may be missing, and types and shapes must fit together. The message lists all
         problems, missing tensors first. #NVFP4_NOT_FOUND if there is no 4-bit weight, #NVFP4_INVALID_ARGUMENT if one has a problem. The
         parameters are those of NVFP4_schema_detect().
+        """),
+
+    # Pools: threads of the host that work for models.
+    Function("pool_create", (c_int32, c_void_p, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_pool_create(int32_t threads, NVFP4_PoolSubmit submit, void *user, NVFP4_PoolRelease release, NVFP4_Pool **out)
+
+        Makes a pool of the host's threads, for `pool` of #NVFP4_LoadOptions; any number of models may share it. In the child of a fork its
+        models run on the calling threads alone, because the child does not have the host's.
+
+        - `threads`: most threads that work at a time for a call, the calling one included; 0 for as many as NVFP4_set_threads() says.
+        - `submit`: schedules a task. `release`: called when `user` is no longer used, but not if this function fails; NULL for none.
+
+        Errors: #NVFP4_INVALID_ARGUMENT for a NULL `submit`, and for `threads` out of range.
+        """),
+    Function("pool_retain", (c_void_p,), Status, """
+        NVFP4_pool_retain(NVFP4_Pool *pool)
+
+        Adds a reference to a pool.
+        """),
+    Function("pool_release", (c_void_p,), Status, """
+        NVFP4_pool_release(NVFP4_Pool *pool)
+
+        Gives up a reference to a pool. After the last one the handle is stale; models that have the pool keep it.
         """),
 
     # Models: weights on disk, and weights, tokenizer and chat template in memory.

@@ -201,13 +201,55 @@ class Tokenizer(Single):
                                 ctypes.byref(how), add_generation_prompt)
 
 
+_submitting = {}  # The callbacks of pools, each by its word.
+_words = itertools.count(1)
+
+
+@native.PoolRelease
+def _released(word):
+    del _submitting[word]
+
+
+class Pool(Handle):
+    """
+    Threads of the program that work for models on the CPU, with pool= of Model, in place of threads of the library; any number of models may
+    share it. `submit` is a function that has another thread call what it is given, such as `concurrent.futures.ThreadPoolExecutor(3).submit`;
+    if it raises, the threads that call the model do the work. At most `threads` work at a time for a call, the calling one included; 0 is as
+    many as the library would use. A task gives up the interpreter's lock while it works.
+    """
+
+    _kind = "pool"
+    _copies = "use the same Pool for any number of models"
+    _pickles = "make a Pool in each process"
+
+    def __init__(self, submit, threads=0):
+        if not callable(submit):
+            raise TypeError(f"a Pool takes a function that has a thread call what it is given, not {submit!r}")
+
+        def schedule(_word, run, task):
+            try:
+                submit(native.PoolTask(run), task)
+            except BaseException:
+                return 1
+            return 0
+
+        word = next(_words)
+        _submitting[word] = native.PoolSubmit(schedule)
+        try:
+            self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.pool_create, threads, _submitting[word], word, _released)
+        except BaseException:
+            del _submitting[word]
+            raise
+
+
 class Model(Handle):
     """
     A model from a directory or file, on the GPU with room for it, or else on the CPU: info["device"] says where, and
     info["device_choice"] why. Options: device (auto, the default, cpu, cuda, cuda:1), threads, activations (exact, int8),
     sampling_only, kv_bytes (reserved for the keys and values of all sessions together; 0, the default, allocates as they grow),
     prefix_cache (whether sessions that begin with the same tokens share these; True), prefix_bytes (kept of them after the last session; 0),
-    deterministic (on a GPU too, the logits of a session have the same bits whatever runs beside it; False, because it costs speed).
+    deterministic (on a GPU too, the logits of a session have the same bits whatever runs beside it; False, because it costs speed),
+    pool (a Pool of the program's own threads).
     `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
     and in all, and cancels if it returns False; `cancel` is a Cancel.
     """

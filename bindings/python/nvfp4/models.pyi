@@ -33,6 +33,9 @@ class Tokenizer(Single):
     def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                     **options: Unpack[TurnOptions]) -> list[int]: ...
 
+class Pool(Handle):
+    def __init__(self, submit: Callable[[Callable[[int], None], int], object], threads: int = 0) -> None: ...
+
 class Model(Handle):
     def __init__(self, path: Path, quantize: Union[None, bool, QuantizeOptions] = None, progress: Optional[Progress] = None,
                  cancel: Optional[Cancel] = None, **options: Unpack[LoadOptions]) -> None: ...

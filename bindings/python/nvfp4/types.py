@@ -20,7 +20,7 @@ from ._types import PlanOptions as PlanOptions, QuantizeOptions as QuantizeOptio
 from ._types import SessionOptions as SessionOptions, SubmitOptions as SubmitOptions
 
 if TYPE_CHECKING:
-    from .models import Grammar
+    from .models import Grammar, Pool
 
 FloatDtype = Literal["float16", "float32", "bfloat16"]
 
@@ -58,6 +58,7 @@ class CalibrateOptions(_types.CalibrateOptions, total=False):
 
 class LoadOptions(_types.LoadOptions, total=False):
     device: str
+    pool: Optional["Pool"]
 
 
 class GenerationOptions(_types.GenerateOptions, total=False):
