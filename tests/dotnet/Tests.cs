@@ -54,6 +54,7 @@ static partial class Tests
             Run("grammars", Grammars);
             Run("adjustments", Adjustments);
             Run("processors of logits", Processors);
+            Run("pools", Pools);
             Run("exceptions from handlers", HandlersThrow);
             Run("typed exceptions", TypedExceptions);
             Run("conversations", Conversations);
@@ -874,6 +875,53 @@ static partial class Tests
             Throws<Nvfp4ArgumentException>(() => session.Generate(options), "has written NaN as the logit of token 9");
             Same(13L, session.Length);
         }
+    }
+
+    /// Threads of the program work for models; what cannot be scheduled, the thread that calls does.
+    static void Pools()
+    {
+        string Text(Model of)
+        {
+            using (var session = new Session(of))
+            {
+                session.Prefill(new[] { 3, 4, 5, 6 });
+                return string.Join(" ", session.Generate(Tokens(20)).GeneratedTokens, string.Join(" ", session.Tokens));
+            }
+        }
+        string expected = Text(model);
+        int scheduled = 0;
+        var lent = new LoadOptions { Device = Device.Cpu };
+        using (var pool = new Pool(work =>
+        {
+            if (Interlocked.Increment(ref scheduled) > 5)
+                throw new Special();
+            ThreadPool.QueueUserWorkItem(_ => work());
+        }, 2))
+        {
+            lent.Pool = pool;
+            using (Model first = Model.Load(modelPath, lent), second = Model.Load(modelPath, lent))
+            {
+                Same(expected, Text(first));
+                Same(expected, Text(second));
+                GC.Collect();
+                Same(expected, Text(first));
+                Check(scheduled > 0, "tasks");
+            }
+            lent.Threads = 3;
+            Throws<Nvfp4ArgumentException>(() => Model.Load(modelPath, lent), "threads is 3, and pool");
+        }
+        lent.Threads = 0;
+        using (var pool = Pool.OfThreadPool(2))
+        {
+            lent.Pool = pool;
+            using (Model last = Model.Load(modelPath, lent))
+            {
+                pool.Dispose();
+                Same(expected, Text(last));
+            }
+        }
+        Throws<ArgumentNullException>(() => new Pool(null), "schedule");
+        Throws<Nvfp4ArgumentException>(() => new Pool(work => work(), -1), "threads is -1");
     }
 
     static void Detokenizers()

@@ -357,6 +357,12 @@ queue_programs() {
     csc queue.dll -r:LibNVFP4.dll queue.cs && "$sdk/dotnet" queue.dll | sort | diff expected -
 }
 
+# The C# program of docs/hosts.md that lends its threads.
+pool_program() {
+    program_of_page 3 csharp "$work/first/pool.cs" && grep -q Pool "$work/first/pool.cs" && cd "$work/first" &&
+        csc pool.dll -r:LibNVFP4.dll pool.cs && [ "$("$sdk/dotnet" pool.dll)" = 好語😀é ]
+}
+
 # Whole programs of any page in C#, compiled, and in F#, by one start of its compiler.
 page_programs() {
     mkdir -p "$work/pages/csharp" "$work/pages/fsharp" && python3 tests/readme/blocks.py write csharp "$work/pages/csharp" &&
@@ -433,6 +439,7 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     check "F# persistent conversation" persistent
     check "first programs of docs/hosts.md" first_programs
     check "programs of docs/hosts.md with queues" queue_programs
+    check "program of docs/hosts.md with a pool" pool_program
     check "programs of the pages" page_programs
     for dotnet in "$sdk/dotnet" $(command -v dotnet); do
         check "C# examples by their projects, SDK $("$dotnet" --version)" csharp_examples "$dotnet"

@@ -49,6 +49,12 @@ let random = Random 1
 let values count = Array.init count (fun _ -> float32 (random.NextDouble() * 2.0 - 1.0))
 let x, w = values (4 * 256), values (64 * 256)
 
+test "threads of the program" (fun () ->
+    use pool = Model.pool 2 (fun work -> ThreadPool.QueueUserWorkItem(fun _ -> work ()) |> ignore)
+    use model = reciter |> Model.loadWith (LoadOptions(Device = Device.Cpu, Pool = pool))
+    use chat = model |> Chat.withSystem "你是诗人。"
+    same sentence ("你好" |> Chat.ask chat))
+
 test "pipes of models and conversations" (fun () ->
     use model = Model.load reciter
     same true (model.Info.DeviceChoice.StartsWith "running on cpu: ")

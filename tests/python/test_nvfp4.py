@@ -7,6 +7,7 @@ skipped where they are missing.
 
 import array
 import asyncio
+import concurrent.futures
 import copy
 import ctypes
 import fcntl
@@ -1510,6 +1511,36 @@ class Conversations(unittest.TestCase):
         stream.prefill([300])
         stream = stream.stream(grammar=nvfp4.Grammar.regex(self.model, "[ab]{20}"))
         self.assertRegex("".join(stream), "^[ab]{20}$")
+
+    def test_pools(self):
+        def answer(model):
+            session = model.session()
+            session.prefill([3, 4, 5, 6])
+            return session.generate(max_tokens=20, ignore_model_stops=True).text
+
+        asked = []
+
+        def submit(function, *arguments):
+            asked.append(function)
+            return executor.submit(function, *arguments)
+
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            pool = nvfp4.Pool(submit, threads=2)
+            models = [nvfp4.Model(self.path, device="cpu", pool=pool) for _ in range(2)]
+            pool.close()
+            expected = answer(self.model)
+            self.assertEqual([answer(model) for model in models], [expected, expected])
+            self.assertTrue(asked)
+            models.pop().close()
+        # The executor takes no more; the thread that calls does the work.
+        self.assertEqual(answer(models[0]), expected)
+        models[0].close()
+        self.assertFalse(nvfp4.models._submitting)
+        self.assertRaises(TypeError, nvfp4.Pool, 3)
+        self.assertRaises(TypeError, nvfp4.Model, self.path, pool=executor)
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.Pool, submit, -1)
+        with nvfp4.Pool(submit) as pool:
+            self.assertRaisesRegex(nvfp4.InvalidArgument, "threads is 3, and pool", nvfp4.Model, self.path, device="cpu", threads=3, pool=pool)
 
     def test_prompt_lookup(self):
         sessions = [self.model.session(), self.model.session()]

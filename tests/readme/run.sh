@@ -71,6 +71,13 @@ processors() {
         ! cmp -s "$folder/c" "$folder/other"
 }
 
+# The Python program of the page that lends its threads.
+pool_example() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    awk '/^```python/ { on = 1; text = ""; next } /^```/ { if (on && text ~ /Pool/) printf "%s", text; on = 0 } on { text = text $0 "\n" }' \
+        docs/hosts.md >"$work/pool.py" && answers "Because. " python3 "$work/pool.py"
+}
+
 # Every variable that the library reads, and no other of its own.
 environment() {
     diff --label docs/environment.md --label src/base/env.rs -u \
@@ -174,6 +181,7 @@ check "the C++ program with coroutines answers" coroutine_example
 check "the Python program answers" python_example
 check "the asyncio program answers" asyncio_example
 check "the programs with a processor of logits" processors
+check "Python program of docs/hosts.md with a pool" pool_example
 check "the environment variables" environment
 check "the links" links
 check "every block of code" every_block
