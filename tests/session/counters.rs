@@ -1,4 +1,4 @@
-//! What a generation counts of itself: cached tokens, preemptions, and the times that it waited, ran its prompt and made tokens.
+//! Counters of a generation: cached tokens, preemptions, and the durations of its waiting, its prompt and its tokens.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

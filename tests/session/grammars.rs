@@ -8,9 +8,10 @@ use NVFP4::base::ErrorKind;
 use NVFP4::engine::Served;
 use NVFP4::model::TokenMask;
 use NVFP4::session::{
-    ChatOptions, Finish, GenerateOptions, Part, Sampler, SamplingOptions, Session, ToolCalls,
+    ChatOptions, Finish, GenerateOptions, Generation, Part, Piece, Sampler, SamplingOptions,
+    Session, ToolCalls,
 };
-use NVFP4::text::{Grammar, GrammarSource, Message};
+use NVFP4::text::{Grammar, GrammarSource, Message, ToolCall};
 use serde_json::{Value, json};
 
 use super::{drawn, filled, generate, go, session, state, templated};
@@ -311,11 +312,7 @@ const UNDECIDED: &str =
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# </think> #}";
 const TOOLS: &str = "{% if tools %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: {# <tool_call> #}<think></think>\n";
 
-fn answered(
-    model: &Arc<Served>,
-    chat: &ChatOptions,
-    options: &GenerateOptions,
-) -> NVFP4::session::Generation {
+fn answered(model: &Arc<Served>, chat: &ChatOptions, options: &GenerateOptions) -> Generation {
     let mut session = session(model);
     let mut content = String::new();
     let out = session
@@ -418,6 +415,71 @@ fn tools() -> Vec<Value> {
     ]
 }
 
+/// Demands that a call is one of [`tools`].
+fn check_call(call: &ToolCall) {
+    match &*call.name {
+        "weather" => {
+            let city = call.arguments["city"].as_str().unwrap();
+            assert!(["Paris", "Oslo"].contains(&city));
+            assert!((1..=9).contains(&call.arguments["days"].as_i64().unwrap()));
+        }
+        "now" => assert!(call.arguments.is_empty()),
+        other => panic!("{other}"),
+    }
+}
+
+/// An answer that ends with its first call.
+fn until_call(model: &Arc<Served>, chat: &ChatOptions, options: &GenerateOptions) -> Generation {
+    let mut on_piece = |piece: Piece<'_>| match piece.part {
+        Part::ToolCall => ControlFlow::Break(()),
+        _ => ControlFlow::Continue(()),
+    };
+    let out = session(model).chat("Hi", Some(chat), options, &mut on_piece);
+    out.unwrap()
+}
+
+/// Each family by what its templates contain.
+#[test]
+fn calls_of_every_family_that_writes_json_are_held() {
+    let chat = ChatOptions {
+        tools: tools(),
+        ..ChatOptions::default()
+    };
+    for (name, contained) in [
+        ("mistral-list", "[TOOL_CALLS]"),
+        ("mistral-id", "[TOOL_CALLS] [CALL_ID] [ARGS]"),
+        ("mistral-name", "[TOOL_CALLS] [ARGS]"),
+        ("deepseek-v3", "<｜tool▁call▁begin｜> ```json"),
+        ("deepseek-v31", "<｜tool▁call▁begin｜>"),
+        ("granite", "<|tool_call|>"),
+        ("phi", "<|tool_call|> <|/tool_call|>"),
+        ("nemotron", "<TOOLCALL>"),
+        ("command", "<|START_ACTION|>"),
+        ("llama", "<|python_tag|>"),
+    ] {
+        let template = TOOLS.replace("<tool_call>", contained);
+        let (_dir, model) = templated(name, &template.replace("<think></think>", ""));
+        for seed in 0..3 {
+            let mut options = drawn(250);
+            options.sampling.seed = Some(seed);
+            options.tool_calls = ToolCalls::Required;
+            let out = until_call(&model, &chat, &options);
+            assert!(!out.tool_calls.is_empty(), "{name}: {out:?}");
+            out.tool_calls.iter().for_each(check_call);
+        }
+        if name == "llama" {
+            // An answer that begins as an object is a call, without a mark.
+            let brace = model.tokenizer().unwrap().encode("{", false).unwrap();
+            let mut options = drawn(250);
+            options.tool_calls = ToolCalls::Held;
+            options.adjustments.bias = vec![(brace[0], 100.0)];
+            let out = until_call(&model, &chat, &options);
+            assert!(!out.tool_calls.is_empty(), "{out:?}");
+            out.tool_calls.iter().for_each(check_call);
+        }
+    }
+}
+
 #[test]
 fn tool_calls_are_held_to_their_schemas() {
     let (_dir, model) = thinker("calls", TOOLS);
@@ -433,17 +495,8 @@ fn tool_calls_are_held_to_their_schemas() {
         options.tool_calls = ToolCalls::Required;
         let out = answered(&model, &chat, &options);
         assert!(!out.tool_calls.is_empty(), "{out:?}");
-        let call = &out.tool_calls[0];
-        match &*call.name {
-            "weather" => {
-                let city = call.arguments["city"].as_str().unwrap();
-                assert!(["Paris", "Oslo"].contains(&city));
-                assert!((1..=9).contains(&call.arguments["days"].as_i64().unwrap()));
-            }
-            "now" => assert!(call.arguments.is_empty()),
-            other => panic!("{other}"),
-        }
-        names.push(call.name.clone());
+        check_call(&out.tool_calls[0]);
+        names.push(out.tool_calls[0].name.clone());
     }
     assert!(names.iter().any(|n| n == "now") && names.iter().any(|n| n == "weather"));
     // The model may begin a call anywhere, or none: each that it begins is one of a tool.

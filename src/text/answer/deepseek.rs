@@ -4,14 +4,43 @@
 use serde_json::Value;
 
 use super::section::{
-    Scan, SectionStep, ToolCallForm, Written, after_call, arguments_of, is_begun, written,
+    Piece, Scan, SectionStep, ToolCallForm, Written, WrittenCall, after_call, arguments_of,
+    is_begun, written,
 };
 
 const BEGINS: [&str; 2] = ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"];
 const ENDS: [&str; 2] = ["<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>"];
 const SEPARATOR: &str = "<｜tool▁sep｜>";
 
-pub(super) struct DeepSeek;
+/// Calls of one generation of models. All of them are read alike.
+pub(super) struct DeepSeek {
+    written: WrittenCall,
+}
+
+/// V3 and R1.
+pub(super) static WITH_BLOCKS: DeepSeek = DeepSeek {
+    written: WrittenCall {
+        before_name: &[
+            Piece::Optional(BEGINS[0]),
+            Piece::Text(BEGINS[1]),
+            Piece::Text("function"),
+            Piece::Text(SEPARATOR),
+        ],
+        quotes_name: false,
+        before_arguments: &[Piece::Text("\n```json\n")],
+        after: &[Piece::Text("\n```"), Piece::Text(ENDS[1])],
+    },
+};
+
+/// V3.1.
+pub(super) static PLAIN: DeepSeek = DeepSeek {
+    written: WrittenCall {
+        before_name: &[Piece::Optional(BEGINS[0]), Piece::Text(BEGINS[1])],
+        quotes_name: false,
+        before_arguments: &[Piece::Text(SEPARATOR)],
+        after: &[Piece::Text(ENDS[1])],
+    },
+};
 
 impl ToolCallForm for DeepSeek {
     fn begins(&self) -> &[&'static str] {
@@ -24,6 +53,10 @@ impl ToolCallForm for DeepSeek {
 
     fn ends(&self) -> &[&'static str] {
         &ENDS
+    }
+
+    fn written(&self) -> &[WrittenCall] {
+        std::slice::from_ref(&self.written)
     }
 
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
@@ -84,7 +117,7 @@ mod tests {
             call(0, "get_weather", r#"{"city": "杭州"}"#),
             call(1, "now", "{}"),
         ];
-        assert_eq!(parsed(&DeepSeek, answer), events);
+        assert_eq!(parsed(&PLAIN, answer), events);
     }
 
     #[test]
@@ -95,19 +128,19 @@ mod tests {
             call(0, "get_weather", r#"{"city": "a ```b``` c"}"#),
             call(1, "now", "{}"),
         ];
-        assert_eq!(parsed(&DeepSeek, answer), calls);
+        assert_eq!(parsed(&PLAIN, answer), calls);
     }
 
     #[test]
     fn without_its_end_and_without_sense() {
         let open = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}";
-        assert_eq!(parsed(&DeepSeek, open), [call(0, "now", "{}")]);
+        assert_eq!(parsed(&PLAIN, open), [call(0, "now", "{}")]);
         for answer in [
             "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
             "<｜tool▁call▁begin｜>now{}<｜tool▁call▁end｜> or",
             "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{\"a\"}<｜tool▁call▁end｜>",
         ] {
-            assert_eq!(parsed(&DeepSeek, answer), [content(answer)], "{answer}");
+            assert_eq!(parsed(&PLAIN, answer), [content(answer)], "{answer}");
         }
     }
 }

@@ -59,9 +59,15 @@ static HARMONY: Reasoning = Reasoning {
 
 /// The forms, each with texts that its templates contain. The first form whose texts all occur is chosen, so a form precedes those that
 /// share some of its texts.
-static FORMS: [(&dyn ToolCallForm, &[&str]); 14] = [
-    (&mistral::Mistral, &["[TOOL_CALLS]"]),
-    (&deepseek::DeepSeek, &["<｜tool▁call▁begin｜>"]),
+static FORMS: [(&dyn ToolCallForm, &[&str]); 17] = [
+    (&mistral::WITH_ID, &["[TOOL_CALLS]", "[CALL_ID]"]),
+    (&mistral::WITH_NAME, &["[TOOL_CALLS]", "[ARGS]"]),
+    (&mistral::LIST, &["[TOOL_CALLS]"]),
+    (
+        &deepseek::WITH_BLOCKS,
+        &["<｜tool▁call▁begin｜>", "```json"],
+    ),
+    (&deepseek::PLAIN, &["<｜tool▁call▁begin｜>"]),
     (&xml::SEED, &["<seed:tool_call>"]),
     (&gemma::FUNCTION_GEMMA, &["<start_function_call>"]),
     (&gemma::GEMMA4, &["<|tool_call>"]),

@@ -3,6 +3,7 @@
 use serde_json::{Value, json};
 
 use super::form::AnswerForm;
+use super::section::{Piece, WrittenCall};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::text::grammar_source::with_white_space;
@@ -17,46 +18,55 @@ impl AnswerForm {
         tools: &[Value],
         mark: impl Fn(&str) -> Option<u32>,
     ) -> Result<String> {
-        let Some(written) = self.calls.and_then(|form| form.written()) else {
+        let written = self.calls.map_or(&[][..], |form| form.written());
+        if written.is_empty() {
             bail!(
                 Unsupported,
-                "tool calls of this model cannot be held to schemas; those between <tool_call> and </tool_call> as JSON (Hermes, Qwen3), <|tool_call|> and <|/tool_call|> (Phi-4-mini) or <TOOLCALL> and </TOOLCALL> (Nemotron) can"
+                "tool calls of this model cannot be held to schemas; those with arguments in JSON can: of Hermes, Qwen3, Llama 3, Mistral, DeepSeek, Granite, Phi-4-mini, Nemotron and Command R7B"
             );
-        };
+        }
         if tools.is_empty() {
             bail!(
                 InvalidArgument,
                 "no tool is offered whose calls could be held to a schema; give the chat its tools"
             );
         }
-        let texts = |texts: &[&str]| -> Vec<String> {
-            texts
-                .iter()
-                .map(|text| match mark(text) {
-                    Some(id) => format!("<[{id}]>"),
-                    None => quoted(text),
-                })
-                .collect()
+        let text = |text: &str| match mark(text) {
+            Some(id) => format!("<[{id}]>"),
+            None => quoted(text),
         };
-        let names: Vec<String> = (0..tools.len()).map(|i| format!("tool{i}")).collect();
-        let (before, after) = (texts(written.before_name), texts(written.after));
-        let mut lark = format!(
-            "start: {} ({}) {}\n",
-            before.join(" "),
-            names.join(" | "),
-            after.join(" ")
-        );
-        for (rule, tool) in names.iter().zip(tools) {
-            let (name, schema) = read(tool)?;
-            let begin = quoted(&format!("{}{}", Value::from(name), written.between));
-            lark.push_str(&format!("{rule}: {begin} %json {schema}\n"));
+        let lark_of = |pieces: &[Piece]| -> String {
+            let pieces = pieces.iter().map(|piece| match piece {
+                Piece::Text(piece) => text(piece),
+                Piece::Optional(piece) => format!("({})?", text(piece)),
+                Piece::Pattern(pattern) => format!("/{pattern}/"),
+            });
+            pieces.map(|piece| piece + " ").collect()
+        };
+        let tools = tools.iter().map(read).collect::<Result<Vec<_>>>()?;
+        let call_of = |written: &WrittenCall| {
+            let tools = tools.iter().enumerate().map(|(i, (name, _))| {
+                let name = match written.quotes_name {
+                    true => quoted(&Value::from(*name).to_string()),
+                    false => quoted(name),
+                };
+                format!("{name} {}arguments{i}", lark_of(written.before_arguments))
+            });
+            let tools: Vec<String> = tools.collect();
+            let (before, after) = (lark_of(written.before_name), lark_of(written.after));
+            format!("{before}({}) {after}", tools.join(" | "))
+        };
+        let calls: Vec<String> = written.iter().map(call_of).collect();
+        let mut lark = format!("start: {}\n", calls.join("| "));
+        for (i, (_, schema)) in tools.iter().enumerate() {
+            lark.push_str(&format!("arguments{i}: %json {schema}\n"));
         }
         Ok(lark)
     }
 
-    /// The texts of which one begins a call.
+    /// The texts of which one begins a call that can be held.
     pub fn call_marks(&self) -> &'static [&'static str] {
-        self.calls.map_or(&[], |form| form.begins())
+        self.calls.map_or(&[], |form| form.held_from())
     }
 }
 
@@ -105,18 +115,24 @@ mod tests {
         let lark = hermes.grammar_of_calls(&tools, |_| None).unwrap();
         let mut lines = lark.lines();
         assert_eq!(
-            lines.next().unwrap(),
-            r#"start: "<tool_call>" "\n{\"name\": " (tool0 | tool1) "}\n" "</tool_call>""#
+            lines.next().unwrap().trim_end(),
+            r#"start: "<tool_call>" "\n{\"name\": " ("\"f\"" ", \"arguments\": " arguments0 | "\"g\"" ", \"arguments\": " arguments1) "}\n" "</tool_call>""#
         );
         let first = lines.next().unwrap();
         assert!(
-            first.starts_with(r#"tool0: "\"f\", \"arguments\": " %json {"type":"object""#),
+            first.starts_with(r#"arguments0: %json {"type":"object""#),
             "{first}"
         );
         let lark = hermes
             .grammar_of_calls(&tools, |mark| (mark == "</tool_call>").then_some(7))
             .unwrap();
-        assert!(lark.contains("\"}\\n\" <[7]>\n"), "{lark}");
+        assert!(lark.contains("\"}\\n\" <[7]>"), "{lark}");
+        let mistral = form("[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}");
+        let lark = mistral.grammar_of_calls(&tools[1..], |_| None).unwrap();
+        assert_eq!(
+            lark.lines().next().unwrap().trim_end(),
+            r#"start: "[TOOL_CALLS]" ("g" "[CALL_ID]" /[a-zA-Z0-9]{9}/ "[ARGS]" arguments0)"#
+        );
     }
 
     #[test]

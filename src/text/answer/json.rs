@@ -4,48 +4,76 @@
 //! Nemotron (`<TOOLCALL>`, a list).
 
 use super::section::{
-    Found, HEADER, Scan, SectionStep, ToolCallForm, WrittenCall, after_call, call_of,
+    Found, HEADER, Piece, Scan, SectionStep, ToolCallForm, WrittenCall, after_call, call_of,
 };
 
 /// JSON between marks.
 pub(super) struct Json {
     marks: &'static [&'static str],
-    written: Option<WrittenCall>,
+    written: &'static [WrittenCall],
 }
 
 pub(super) static HERMES: Json = Json {
     marks: &["<tool_call>", "</tool_call>"],
-    written: Some(WrittenCall {
-        before_name: &["<tool_call>", "\n{\"name\": "],
-        between: ", \"arguments\": ",
-        after: &["}\n", "</tool_call>"],
-    }),
+    written: &[WrittenCall {
+        before_name: &[Piece::Text("<tool_call>"), Piece::Text("\n{\"name\": ")],
+        quotes_name: true,
+        before_arguments: ARGUMENTS,
+        after: &[Piece::Text("}\n"), Piece::Text("</tool_call>")],
+    }],
 };
-pub(super) static GRANITE: Json = Json::between(&["<|tool_call|>"]);
+pub(super) static GRANITE: Json = Json {
+    marks: &["<|tool_call|>"],
+    written: &[WrittenCall {
+        before_name: &[Piece::Text("<|tool_call|>"), LIST],
+        quotes_name: true,
+        before_arguments: ARGUMENTS,
+        after: &[END_OF_LIST],
+    }],
+};
 pub(super) static PHI: Json = Json {
     marks: &["<|tool_call|>", "<|/tool_call|>"],
-    written: Some(WrittenCall {
-        before_name: &["<|tool_call|>", "[{\"name\": "],
-        between: ", \"arguments\": ",
-        after: &["}]", "<|/tool_call|>"],
-    }),
+    written: &[WrittenCall {
+        before_name: &[Piece::Text("<|tool_call|>"), LIST],
+        quotes_name: true,
+        before_arguments: ARGUMENTS,
+        after: &[END_OF_LIST, Piece::Text("<|/tool_call|>")],
+    }],
 };
-pub(super) static COMMAND: Json = Json::between(&["<|START_ACTION|>", "<|END_ACTION|>"]);
+pub(super) static COMMAND: Json = Json {
+    marks: &["<|START_ACTION|>", "<|END_ACTION|>"],
+    written: &[WrittenCall {
+        before_name: &[
+            Piece::Text("<|START_ACTION|>"),
+            Piece::Text("[\n    {\"tool_call_id\": \""),
+            Piece::Pattern("[0-9]{1,3}"),
+            Piece::Text("\", \"tool_name\": "),
+        ],
+        quotes_name: true,
+        before_arguments: &[Piece::Text(", \"parameters\": ")],
+        after: &[Piece::Text("}\n]"), Piece::Text("<|END_ACTION|>")],
+    }],
+};
 pub(super) static NEMOTRON: Json = Json {
     marks: &["<TOOLCALL>", "</TOOLCALL>"],
-    written: Some(WrittenCall {
-        before_name: &["<TOOLCALL>", "[{\"name\": "],
-        between: ", \"arguments\": ",
-        after: &["}]", "</TOOLCALL>"],
-    }),
+    written: &[WrittenCall {
+        before_name: &[Piece::Text("<TOOLCALL>"), LIST],
+        quotes_name: true,
+        before_arguments: ARGUMENTS,
+        after: &[END_OF_LIST, Piece::Text("</TOOLCALL>")],
+    }],
 };
 
+const LIST: Piece = Piece::Text("[{\"name\": ");
+const ARGUMENTS: &[Piece] = &[Piece::Text(", \"arguments\": ")];
+const END_OF_LIST: Piece = Piece::Text("}]");
+
 impl Json {
-    /// The mark before a section and, in families that have one, the mark after it.
-    pub(super) const fn between(marks: &'static [&'static str]) -> Self {
+    /// JSON after a mark, in a form that writes calls in another way too.
+    pub(super) const fn after(mark: &'static [&'static str; 1]) -> Self {
         Json {
-            marks,
-            written: None,
+            marks: mark,
+            written: &[],
         }
     }
 }
@@ -63,7 +91,7 @@ impl ToolCallForm for Json {
         &self.marks[1..]
     }
 
-    fn written(&self) -> Option<WrittenCall> {
+    fn written(&self) -> &[WrittenCall] {
         self.written
     }
 

@@ -3,8 +3,8 @@
 
 use super::python;
 use super::section::{
-    Found, HEADER, Scan, SectionStep, ToolCallForm, Written, after_call, arguments_of,
-    begins_or_begun, between, call_of, is_begun, written,
+    Found, HEADER, Piece, Scan, SectionStep, ToolCallForm, Written, WrittenCall, after_call,
+    arguments_of, begins_or_begun, between, call_of, is_begun, written,
 };
 
 const TAG: &str = "<|python_tag|>";
@@ -32,6 +32,32 @@ impl ToolCallForm for Llama {
 
     fn is_bare(&self) -> bool {
         true
+    }
+
+    fn written(&self) -> &[WrittenCall] {
+        &[
+            WrittenCall {
+                before_name: &[
+                    Piece::Optional(TAG),
+                    // 3.1 also writes a type first.
+                    Piece::Pattern(r#"\{ ?("type": ?"function", ?)?"name": ?"#),
+                ],
+                quotes_name: true,
+                before_arguments: &[Piece::Pattern(r#", ?"parameters": ?"#)],
+                after: &[Piece::Pattern(" ?\\}")],
+            },
+            WrittenCall {
+                before_name: &[Piece::Text(FUNCTION[0])],
+                quotes_name: false,
+                before_arguments: &[Piece::Text(">")],
+                after: &[Piece::Text(FUNCTION[1])],
+            },
+        ]
+    }
+
+    /// An answer that begins as an object is taken for a call.
+    fn held_from(&self) -> &[&'static str] {
+        &[TAG, FUNCTION[0], "{"]
     }
 
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {

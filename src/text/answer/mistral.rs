@@ -3,16 +3,61 @@
 
 use super::json::Json;
 use super::section::{
-    Found, HEADER, Scan, SectionStep, ToolCallForm, Written, arguments_of, written,
+    Found, HEADER, Piece, Scan, SectionStep, ToolCallForm, Written, WrittenCall, arguments_of,
+    written,
 };
 
 const BEGIN: &str = "[TOOL_CALLS]";
 const CALL_ID: &str = "[CALL_ID]";
 const ARGS: &str = "[ARGS]";
 
-static LIST: Json = Json::between(&[BEGIN]);
+static JSON: Json = Json::after(&[BEGIN]);
 
-pub(super) struct Mistral;
+/// Calls of one generation of models. All of them are read alike.
+pub(super) struct Mistral {
+    written: WrittenCall,
+}
+
+/// A name, an id and arguments.
+pub(super) static WITH_ID: Mistral = Mistral {
+    written: WrittenCall {
+        before_name: &[Piece::Text(BEGIN)],
+        quotes_name: false,
+        before_arguments: &[Piece::Text(CALL_ID), Piece::Pattern(ID), Piece::Text(ARGS)],
+        after: &[],
+    },
+};
+
+/// A name and arguments.
+pub(super) static WITH_NAME: Mistral = Mistral {
+    written: WrittenCall {
+        before_name: &[Piece::Text(BEGIN)],
+        quotes_name: false,
+        before_arguments: &[Piece::Text(ARGS)],
+        after: &[],
+    },
+};
+
+/// A list of objects.
+pub(super) static LIST: Mistral = Mistral {
+    written: WrittenCall {
+        before_name: &[
+            Piece::Text(BEGIN),
+            Piece::Optional(" "),
+            Piece::Text("[{\"name\": "),
+        ],
+        quotes_name: true,
+        before_arguments: &[Piece::Text(", \"arguments\": ")],
+        after: &[
+            Piece::Text(", \"id\": \""),
+            Piece::Pattern(ID),
+            Piece::Text("\"}]"),
+        ],
+    },
+};
+
+/// The ids of calls.
+const ID: &str = "[a-zA-Z0-9]{9}";
 
 impl ToolCallForm for Mistral {
     fn begins(&self) -> &[&'static str] {
@@ -23,11 +68,15 @@ impl ToolCallForm for Mistral {
         &[BEGIN, CALL_ID, ARGS]
     }
 
+    fn written(&self) -> &[WrittenCall] {
+        std::slice::from_ref(&self.written)
+    }
+
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         let body = text.get(BEGIN.len()..).unwrap_or_default().trim_start();
         // Only a list continues after its first call: another name has a mark of its own.
         if scan.has_calls || body.starts_with(['[', '{']) {
-            return LIST.read(text, scan, whole);
+            return JSON.read(text, scan, whole);
         }
         if scan.at == 0 {
             let Some(at) = text.find('{').filter(|&at| at <= HEADER) else {
@@ -76,7 +125,7 @@ mod tests {
             ),
             call(1, "now", "{}"),
         ];
-        assert_eq!(parsed(&Mistral, answer), calls);
+        assert_eq!(parsed(&LIST, answer), calls);
     }
 
     #[test]
@@ -89,7 +138,7 @@ mod tests {
             call(1, "now", "{}"),
             call(2, "day", r#"{"n": 2}"#),
         ];
-        assert_eq!(parsed(&Mistral, answer), events);
+        assert_eq!(parsed(&LIST, answer), events);
     }
 
     #[test]
@@ -104,7 +153,7 @@ mod tests {
             "[TOOL_CALLS]f",
             &long,
         ] {
-            assert_eq!(parsed(&Mistral, answer), [content(answer)], "{answer}");
+            assert_eq!(parsed(&LIST, answer), [content(answer)], "{answer}");
         }
     }
 }

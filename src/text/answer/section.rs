@@ -24,9 +24,14 @@ pub(super) trait ToolCallForm: Sync {
         false
     }
 
-    /// How one call is written from its mark on, for a form whose arguments are JSON; `None` for other forms.
-    fn written(&self) -> Option<WrittenCall> {
-        None
+    /// How one call is written from its mark on, for a form whose arguments are JSON; none for other forms.
+    fn written(&self) -> &[WrittenCall] {
+        &[]
+    }
+
+    /// The beginnings of a section from which a call can be held to a grammar.
+    fn held_from(&self) -> &[&'static str] {
+        self.begins()
     }
 
     /// Continues parsing a section. `text` is its unparsed text so far; `whole` says that it is complete because the model
@@ -52,15 +57,25 @@ pub(super) enum SectionStep {
     Malformed(usize),
 }
 
+/// A piece of a written call besides its name and its arguments.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Piece {
+    /// A mark or a text.
+    Text(&'static str),
+    /// A mark or a text that may be missing.
+    Optional(&'static str),
+    /// A text that a regular expression fits.
+    Pattern(&'static str),
+}
+
 /// How a model writes one call with the mark of its section, around the name and the arguments as JSON.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WrittenCall {
-    /// Texts and marks up to the name, which stands in quotation marks.
-    pub(super) before_name: &'static [&'static str],
-    /// Text between the name and the arguments.
-    pub(super) between: &'static str,
-    /// Texts and marks after the arguments.
-    pub(super) after: &'static [&'static str],
+    pub(super) before_name: &'static [Piece],
+    /// Whether the name stands in quotation marks.
+    pub(super) quotes_name: bool,
+    pub(super) before_arguments: &'static [Piece],
+    pub(super) after: &'static [Piece],
 }
 
 /// A call without an id, as it is parsed.

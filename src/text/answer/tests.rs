@@ -12,7 +12,7 @@ use crate::base::env;
 use crate::text::ToolCall;
 
 static ALL: [&dyn ToolCallForm; 14] = [
-    &deepseek::DeepSeek,
+    &deepseek::PLAIN,
     &gemma::FUNCTION_GEMMA,
     &gemma::GEMMA4,
     &json::HERMES,
@@ -21,7 +21,7 @@ static ALL: [&dyn ToolCallForm; 14] = [
     &json::COMMAND,
     &json::NEMOTRON,
     &llama::Llama,
-    &mistral::Mistral,
+    &mistral::LIST,
     &python::LFM2,
     &python::TOOL_CODE,
     &xml::QWEN_CODER,
