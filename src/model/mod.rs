@@ -1,6 +1,7 @@
 //! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the memory of the KV cache. Architectures are
 //! data. Knows nothing of conversations.
 
+mod adapter;
 mod batch;
 mod block;
 pub mod calibrate;
@@ -52,6 +53,7 @@ pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
 pub use crate::ops::sample::{Choice, SamplingOptions, TokenMask};
+pub use adapter::Adapter;
 pub use batch::{Batch, HiddenBefore, Output, Segment, Verification, Wanted};
 pub use drafter::{DrafterRows, Drafting};
 pub use families::{open, open_bytes};

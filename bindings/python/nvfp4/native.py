@@ -262,12 +262,12 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
-        elif field == "grammar" and field in kinds:
+        elif field in ("grammar", "adapter") and field in kinds:
             if value is not None:
-                if getattr(value, "_kind", None) != "grammar":
-                    raise TypeError(f"grammar= takes a Grammar, not {value!r}")
+                if getattr(value, "_kind", None) != field:
+                    raise TypeError(f"{field}= takes {'a Grammar' if field == 'grammar' else 'an Adapter'}, not {value!r}")
                 out.kept.append(value)
-                out.grammar = value._as_parameter_
+                setattr(out, field, value._as_parameter_)
         elif field == "logit_bias" and "logit_bias_count" in kinds:
             biases = dict(value or {})
             point("logit_bias_tokens", "logit_bias_count", numbers(ctypes.c_int32, list(biases)))

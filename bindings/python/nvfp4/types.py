@@ -17,10 +17,10 @@ from . import _types
 from ._types import *
 from ._types import ConvertOptions as ConvertOptions, GrammarOptions as GrammarOptions, OptimizerOptions as OptimizerOptions
 from ._types import PlanOptions as PlanOptions, QuantizeOptions as QuantizeOptions, QueueOptions as QueueOptions
-from ._types import SessionOptions as SessionOptions, SubmitOptions as SubmitOptions
+from ._types import SubmitOptions as SubmitOptions
 
 if TYPE_CHECKING:
-    from .models import Grammar
+    from .models import Adapter, Grammar
 
 FloatDtype = Literal["float16", "float32", "bfloat16"]
 
@@ -58,6 +58,10 @@ class CalibrateOptions(_types.CalibrateOptions, total=False):
 
 class LoadOptions(_types.LoadOptions, total=False):
     device: str
+
+
+class SessionOptions(_types.SessionOptions, total=False):
+    adapter: Optional["Adapter"]
 
 
 class GenerationOptions(_types.GenerateOptions, total=False):
