@@ -212,7 +212,7 @@ fn difference(a: &[f32], b: &[f32]) -> f32 {
     pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// What `nvfp4 train` writes is read, and gives the logits that peft computes with it.
+/// An adapter that `nvfp4 train` wrote is read, and gives the logits that peft computes with it.
 #[test]
 fn logits_agree_with_peft() {
     let model = load("qwen3_tied");
@@ -361,7 +361,7 @@ fn prefixes_are_shared_by_sessions_with_the_same_adapter() {
     let (of_second, other) = found(Some(&second));
     assert_eq!((none, of_first, of_second), (0, 0, 0));
     assert!(plain != adapted && plain != other && adapted != other);
-    // The same content finds its blocks after it was loaded anew.
+    // Loaded anew, the adapter finds the blocks of its content.
     let identity = loaded.identity();
     drop(loaded);
     let again = first.load(&model).unwrap();
@@ -559,7 +559,7 @@ fn other_adapters_are_refused_by_name() {
     other.config["r"] = json!(100_000);
     refused(&other, unsupported, &["rank 100000", "1024"]);
 
-    // What is not only factors beside linear maps.
+    // More than factors beside linear maps.
     let mut dora = fresh("dora");
     dora.config["use_dora"] = json!(true);
     refused(&dora, unsupported, &["use_dora", "adapter_config.json"]);
@@ -596,7 +596,7 @@ fn other_adapters_are_refused_by_name() {
     let e = empty.load(&model).unwrap_err();
     assert!(e.message().contains("adapter_config.json"), "{e}");
 
-    // Of another model, and for a sequence with tokens.
+    // An adapter of another model, and one for a sequence with tokens.
     let good = fresh("good").load(&model).unwrap();
     let elsewhere = load("qwen3_tied");
     let options = SessionOptions {

@@ -121,7 +121,7 @@ impl Adapters {
         adapter
     }
 
-    /// Those in memory, in the order in which they were loaded.
+    /// The adapters in memory, in the order in which they were loaded.
     pub(super) fn loaded(&self) -> Vec<Arc<LoadedAdapter>> {
         let mut all = lock(&self.all);
         all.retain(|adapter| adapter.strong_count() > 0);

@@ -1064,7 +1064,6 @@ static void adapters(NVFP4_Model *model, const char *path)
     NVFP4_Session *session = NULL;
     NVFP4_SessionOptions options;
     char place[1024], small[4];
-    size_t length = 0;
     snprintf(place, sizeof place, "%s/../../training/qwen3_tied_peft", path);
     HANDLE(NVFP4_adapter_load, h, place, strlen(place), NULL, &none);
     BAD(invalid, NVFP4_adapter_load, model, NULL, 3, NULL, &none);

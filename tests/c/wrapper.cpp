@@ -905,22 +905,22 @@ void training(const char *model, const std::string &scratch)
     on_cpu.device_type = NVFP4_DEVICE_CPU;
     on_cpu.threads = 1;
     const nvfp4::Model base(model, on_cpu);
-    nvfp4::Adapter loaded(base, scratch + "/adapter");
-    CHECK(loaded.info().find("\"rank\":2") != std::string::npos);
+    nvfp4::Adapter tuned(base, scratch + "/adapter");
+    CHECK(tuned.info().find("\"rank\":2") != std::string::npos);
     {
         nvfp4::SessionOptions adapted;
-        adapted.adapter = loaded.get();
+        adapted.adapter = tuned.get();
         nvfp4::Session with(base, adapted), without(base);
         with.prefill({3, 4, 5});
         without.prefill({3, 4, 5});
         CHECK(with.logits() != without.logits());
-        CHECK(loaded.clone().info().find("\"sessions\":1") != std::string::npos);
+        CHECK(tuned.clone().info().find("\"sessions\":1") != std::string::npos);
         nvfp4::Cancel cancel;
         cancel.trigger();
         const nvfp4::CallOptions cancelled(cancel);
-        CHECK(status_of([&] { loaded.wait(&cancelled); }) == NVFP4_CANCELLED);
+        CHECK(status_of([&] { tuned.wait(&cancelled); }) == NVFP4_CANCELLED);
     }
-    loaded.wait();
+    tuned.wait();
     CHECK(status_of([&] { nvfp4::Adapter(base, scratch); }) == NVFP4_NOT_FOUND);
     CHECK(status_of([&] { adapters.export_adapter(scratch + "/adapter", "the-base"); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([&] { trainer.export_adapter(scratch + "/other", "the-base"); }) == NVFP4_INVALID_ARGUMENT);

@@ -26,7 +26,7 @@ use crate::tensor::DType;
 
 const CONFIG: &str = "adapter_config.json";
 const FACTORS: &str = "adapter_model.safetensors";
-/// What peft puts before the names of a base model's modules.
+/// Prefix that peft gives the names of a base model's modules.
 const BASE: &str = "base_model.model.";
 const FACTOR_A: &str = ".lora_A.weight";
 const FACTOR_B: &str = ".lora_B.weight";

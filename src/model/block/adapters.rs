@@ -15,7 +15,7 @@ use crate::ops::{Array, Device, Slice, SliceMut, Workspace};
 pub(super) struct InputRows<'r> {
     /// Number of rows.
     pub(super) count: usize,
-    /// Those of them that have adapters.
+    /// The rows with adapters among them.
     pub(super) adapted: &'r [AdaptedRows<'r>],
 }
 
