@@ -201,7 +201,7 @@ impl Sequence {
 
     /// Lets its tokens run with an adapter of its model. Fails unless it is empty: its keys and values would be those of another adapter.
     pub fn set_adapter(&mut self, adapter: Arc<LoadedAdapter>) -> Result<()> {
-        adapter.check_model(self.blocks.model())?;
+        self.blocks.model().check_adapter(&adapter)?;
         if !self.is_empty() {
             bail!(
                 InvalidArgument,

@@ -209,7 +209,7 @@ impl Model {
             self.check_tokens(segment.tokens)?;
             self.check_blocks(segment)?;
             if let Some(adapter) = segment.adapter {
-                adapter.check_model(self)?;
+                self.check_adapter(adapter)?;
             }
             if segment.drafts_after.is_some() {
                 self.check_drafter()?;

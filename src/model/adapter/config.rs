@@ -2,11 +2,12 @@
 
 use serde_json::Value;
 
-use super::MOST_RANK;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::model::keys::Keys;
 
+/// The largest rank that is loaded.
+const MOST_RANK: usize = 1024;
 /// peft's own defaults.
 const RANK: usize = 8;
 const ALPHA: f64 = 8.0;

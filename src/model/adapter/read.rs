@@ -11,12 +11,11 @@ use std::sync::Arc;
 use twox_hash::XxHash3_64;
 
 use super::config::AdapterConfig;
-use super::{Adapter, Factors, RANK_MULTIPLE};
+use super::loaded::{Adapter, Factors, ModelKey};
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{Error, Result, call, file};
 use crate::checkpoint::{self, Checkpoint, Encoding, Entry};
-use crate::model::Model;
 use crate::model::load::is_of_shared_keys;
 use crate::model::spec::Spec;
 use crate::model::tensors::{self, DRAFTER, StoredRows, TensorRole, TensorSpec};
@@ -30,6 +29,8 @@ const FACTORS: &str = "adapter_model.safetensors";
 const BASE: &str = "base_model.model.";
 const FACTOR_A: &str = ".lora_A.weight";
 const FACTOR_B: &str = ".lora_B.weight";
+/// Products have inputs in multiples of this.
+const RANK_MULTIPLE: usize = 16;
 /// Names that tell what else an adapter may hold.
 const OTHERS: [(&str, &str); 4] = [
     ("lora_embedding_", "adapters of embeddings"),
@@ -55,8 +56,13 @@ struct Part {
     rows: StoredRows,
 }
 
-/// Reads the adapter in the directory `path` for a model on the CPU.
-pub(super) fn read(model: &Arc<Model>, path: &Path) -> Result<Adapter> {
+/// Reads the adapter in the directory `path` for the model with this spec and key, which is on the CPU.
+pub(in crate::model) fn read(
+    device: &Device,
+    spec: &Spec,
+    model: &Arc<ModelKey>,
+    path: &Path,
+) -> Result<Adapter> {
     let place = path.join(CONFIG);
     let text = file::read(&place)
         .map_err(|e| Error::io(format_args!("reading {}", place.display()), e))?;
@@ -66,12 +72,12 @@ pub(super) fn read(model: &Arc<Model>, path: &Path) -> Result<Adapter> {
     let place = path.join(FACTORS);
     let checkpoint = checkpoint::open(&place, &[])?;
     let within = |e: Error| e.within(place.display());
-    let modules = modules(&*checkpoint, model.spec(), &config).map_err(within)?;
+    let modules = modules(&*checkpoint, spec, &config).map_err(within)?;
     let name = path.canonicalize().ok();
     let name = name.as_deref().unwrap_or(path).file_name();
     let mut adapter = Adapter {
         name: name.map_or_else(String::new, |name| name.to_string_lossy().into_owned()),
-        model: Arc::downgrade(model),
+        model: model.clone(),
         identity: NonZeroU64::MAX,
         rank: modules.iter().map(|m| m.rank).max().unwrap_or(0),
         bytes: 0,
@@ -80,14 +86,7 @@ pub(super) fn read(model: &Arc<Model>, path: &Path) -> Result<Adapter> {
     let mut sum = XxHash3_64::new();
     for module in modules {
         call::check()?;
-        load(
-            &*checkpoint,
-            model.device(),
-            &module,
-            &mut adapter,
-            &mut sum,
-        )
-        .map_err(within)?;
+        load(&*checkpoint, device, &module, &mut adapter, &mut sum).map_err(within)?;
     }
     adapter.identity = NonZeroU64::new(sum.finish()).unwrap_or(NonZeroU64::MAX);
     Ok(adapter)

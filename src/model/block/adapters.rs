@@ -1,7 +1,8 @@
 //! Adapters in the reference block: for the rows of each adapter in a pass, the low-rank products that are added to the outputs of
 //! projections. They take the activations as they are, whatever the product with the weight makes of them.
 
-use super::Rows;
+use std::ops::Range;
+
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::Activations;
@@ -57,14 +58,13 @@ impl Products {
     }
 }
 
-/// The rows of segments that have adapters, adapter by adapter.
-pub(super) fn adapted_rows<'a>(segments: &[Rows<'a>]) -> Vec<AdaptedRows<'a>> {
+/// The rows of segments that have adapters, adapter by adapter. A segment is its adapter and its rows.
+pub(super) fn adapted_rows<'a>(
+    segments: impl Iterator<Item = (Option<&'a Adapter>, Range<usize>)>,
+) -> Vec<AdaptedRows<'a>> {
     let mut all: Vec<AdaptedRows<'a>> = Vec::new();
-    for segment in segments {
-        let Some(adapter) = segment.adapter else {
-            continue;
-        };
-        let rows = segment.rows.clone();
+    let adapted = segments.filter_map(|(adapter, rows)| Some((adapter?, rows)));
+    for (adapter, rows) in adapted {
         match all.iter_mut().find(|a| std::ptr::eq(a.adapter, adapter)) {
             Some(known) => known.rows.extend(rows),
             None => all.push(AdaptedRows {

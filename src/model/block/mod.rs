@@ -257,7 +257,7 @@ impl<'a> ReferencePass<'a> {
             spec,
             activations,
             rows: segments.iter().map(|s| s.rows.len()).sum(),
-            adapted: adapters::adapted_rows(segments),
+            adapted: adapters::adapted_rows(segments.iter().map(|s| (s.adapter, s.rows.clone()))),
             angles,
         })
     }
