@@ -647,6 +647,9 @@ extern "C" {
 /** Empty reasoning before an answer is left out. */
 #define NVFP4_EMPTY_THINK_NONE 2
 
+/** An adapter. See the adapter chapter. */
+typedef struct NVFP4_Adapter NVFP4_Adapter;
+
 /** Cancels long calls. See the chapter on long calls. */
 typedef struct NVFP4_Cancel NVFP4_Cancel;
 
@@ -1157,6 +1160,11 @@ typedef struct NVFP4_SessionOptions {
      * Default: 0, half of those that are not kept. Must be 0 for other evictions.
      */
     size_t drop;
+    /**
+     * The adapter that the session's tokens run with, of the same model: see the adapter chapter. Its handle may be released while sessions
+     * use it. Default: NULL, none.
+     */
+    const NVFP4_Adapter *adapter;
 } NVFP4_SessionOptions;
 
 /** The logits of a choice, for a processor. Later versions may add fields at the end: a field exists if `struct_size` includes it. */
@@ -2813,6 +2821,68 @@ NVFP4_API
 NVFP4_Status NVFP4_grammar_release(NVFP4_Grammar *grammar);
 
 /**
+ * @defgroup adapter LoRA adapters of a loaded model
+ *
+ * An adapter is a directory in peft's format, adapter_config.json and adapter_model.safetensors, as `nvfp4 train --adapter` and peft write
+ * it: factors of low rank beside linear maps of a model's blocks. Sessions whose options name it run with it; others run the model as it
+ * is, with the bits that they have without adapters. Any number of adapters may be loaded, and calls of sessions with different ones run
+ * together. The model's drafter guesses without adapters, which changes no token.
+ *
+ * Sessions begin with cached prefixes of others that have an adapter of the same content, and of no other. A session keeps its adapter
+ * from its first token to its end, and so do its forks; a saved session is restored where that adapter is loaded.
+ *
+ * Models on a CUDA device take no adapters: merge the adapter into the weights instead.
+ */
+
+/**
+ * Loads an adapter for a model. It takes host memory for its factors, in the types that they are stored in, and is not copied for sessions.
+ *
+ * #NVFP4_INVALID_ARGUMENT if it is of another base: a name, a shape or a rank is not what the model and its own config say.
+ * #NVFP4_UNSUPPORTED for what is not only factors beside linear maps of blocks (DoRA, biases, whole modules, embeddings, the output layer,
+ * routers), for ranks above 1,024, and for a model on a CUDA device. The error names the tensor or the setting, and nothing is kept.
+ *
+ * - `path`, `path_length`: the directory, in UTF-8.
+ * - `call`: cancels the call; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_adapter_load(const NVFP4_Model *model,
+                                const char *path,
+                                size_t path_length,
+                                const NVFP4_CallOptions *call,
+                                NVFP4_Adapter **out);
+
+/**
+ * Describes an adapter, as JSON: name (of its directory), rank (the largest), projections (the number of adapted linear maps), bytes (in
+ * memory), identity (16 hexadecimal digits, the same for the same content) and sessions (the number that use it now, forks included).
+ * Later versions may add keys. From any thread at any time.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_adapter_info(const NVFP4_Adapter *adapter,
+                                char *buffer,
+                                size_t capacity,
+                                size_t *length);
+
+/**
+ * Waits until no session uses an adapter, forks and restored sessions included. Releasing the last reference then frees its memory at once;
+ * without waiting, the memory goes with the last session. New sessions may name the adapter at any time.
+ *
+ * - `call`: cancels the call; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_adapter_wait(const NVFP4_Adapter *adapter,
+                                const NVFP4_CallOptions *call);
+
+/** Adds a reference to an adapter. */
+NVFP4_API NVFP4_Status NVFP4_adapter_retain(NVFP4_Adapter *adapter);
+
+/**
+ * Gives up a reference to an adapter. After the last one the handle is stale; sessions that use the adapter go on, and its memory is freed
+ * with the last of them.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_adapter_release(NVFP4_Adapter *adapter);
+
+/**
  * @defgroup session Sessions: conversations and other sequences of tokens, with their KV cache
  *
  * A session holds its tokens with their cached keys and values, so that a call runs only new tokens. It keeps its model
@@ -3017,7 +3087,7 @@ NVFP4_Status NVFP4_session_save(NVFP4_Session *session,
 
 /**
  * Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran
- * it.
+ * it, and the session's adapter, if it has one, must be loaded for it.
  *
  * - `call`: cancels the call and reports the bytes read; may be NULL.
  */
@@ -3043,7 +3113,7 @@ NVFP4_Status NVFP4_session_save_bytes(NVFP4_Session *session,
 
 /**
  * Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was saved.
- * `model` must be the model that ran it. The bytes are read during the call only.
+ * `model` must be the model that ran it, with the session's adapter, if it has one. The bytes are read during the call only.
  *
  * - `call`: cancels the call and reports the bytes read; may be NULL.
  */

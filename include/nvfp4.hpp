@@ -2891,6 +2891,37 @@ public:
     Result<Grammar> clone() const { return again<Grammar>(); }
 };
 
+/**
+ * A LoRA adapter of a model on the CPU. Sessions whose options have it, `options.adapter = adapter.get()`, run with it; any number of
+ * them, beside others with other adapters and without one.
+ */
+class Adapter : public detail::Handle<NVFP4_Adapter, NVFP4_adapter_retain, NVFP4_adapter_release> {
+public:
+    using Handle::Handle;
+
+    /** Loads the adapter in a directory that `nvfp4 train --adapter` or peft wrote. */
+    static Result<Adapter> load(const Model &model, std::string_view path, const NVFP4_CallOptions *call = nullptr)
+    {
+        Adapter out;
+        return detail::result(NVFP4_adapter_load(model.get(), path.data(), path.size(), call, out.put()), std::move(out));
+    }
+#ifndef NVFP4_NO_EXCEPTIONS
+    explicit Adapter(const Model &model, std::string_view path) : Adapter(load(model, path)) {}
+#endif
+
+    /** Its name, rank, projections, bytes, identity and sessions, as JSON. */
+    Result<std::string> info() const
+    {
+        return detail::text([&](char *buffer, std::size_t capacity, std::size_t *length) {
+            return NVFP4_adapter_info(get(), buffer, capacity, length);
+        });
+    }
+    /** Waits until no session uses it, so that reset() frees its memory at once. */
+    Result<void> wait(const NVFP4_CallOptions *call = nullptr) const { return check(NVFP4_adapter_wait(get(), call)); }
+    /** A second owner of the same adapter. */
+    Result<Adapter> clone() const { return again<Adapter>(); }
+};
+
 /** Follows one sequence of tokens: returns the text that each completes, and says when the sequence ends. */
 class Detokenizer : public detail::Handle<NVFP4_Detokenizer, NVFP4_detokenizer_retain, NVFP4_detokenizer_release> {
 public:

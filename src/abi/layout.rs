@@ -56,8 +56,8 @@ layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
 layout!(NVFP4_SpecialToken, 24, token: 0, roles: 4, name: 8, name_length: 16);
-layout!(NVFP4_SessionOptions, 56, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
-    system_length: 40, drop: 48);
+layout!(NVFP4_SessionOptions, 64, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
+    system_length: 40, drop: 48, adapter: 56);
 layout!(NVFP4_GenerateOptions, 200, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
     ignore_model_stops: 24, replay: 28, log_probabilities: 32, drafts: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
     stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96,

@@ -45,6 +45,8 @@ pub mod convert;
 
 pub mod grammar;
 
+pub mod adapter;
+
 pub mod session;
 
 pub mod chat;

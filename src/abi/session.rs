@@ -23,6 +23,7 @@ use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use super::adapter::NVFP4_Adapter;
 use super::arguments::{
     self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, results,
     slice, slice_mut, text,
@@ -38,7 +39,7 @@ use crate::base::error::{Result, bail};
 use crate::base::lock::lock;
 use crate::base::memory::copied;
 use crate::base::{Error, ErrorKind, call};
-use crate::engine::Served;
+use crate::engine::{LoadedAdapter, Served};
 use crate::session::{
     self, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments, LogitsProcessor,
     MOST_DRAFTS, Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted,
@@ -171,12 +172,15 @@ pub struct NVFP4_SessionOptions {
     /// Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run again.
     /// Default: 0, half of those that are not kept. Must be 0 for other evictions.
     pub drop: usize,
+    /// The adapter that the session's tokens run with, of the same model: see the adapter chapter. Its handle may be released while sessions
+    /// use it. Default: NULL, none.
+    pub adapter: *const NVFP4_Adapter,
 }
 
-// SAFETY: integers and a pointer without padding, the first a u32 size.
+// SAFETY: integers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_SessionOptions {
     const NAME: &'static str = "NVFP4_SessionOptions";
-    const EARLIER: &'static [usize] = &[48];
+    const EARLIER: &'static [usize] = &[48, 56];
     fn defaults() -> Self {
         NVFP4_SessionOptions {
             struct_size: size_of::<Self>() as u32,
@@ -188,6 +192,7 @@ unsafe impl Growing for NVFP4_SessionOptions {
             system: std::ptr::null(),
             system_length: 0,
             drop: 0,
+            adapter: std::ptr::null(),
         }
     }
 }
@@ -233,6 +238,10 @@ impl NVFP4_SessionOptions {
                 ],
             )?,
             private: flag("is_private", self.is_private)?,
+            adapter: match self.adapter.is_null() {
+                true => None,
+                false => Some(handle::get::<LoadedAdapter>("adapter", self.adapter)?),
+            },
         })
     }
 }
@@ -1347,7 +1356,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_save(
 }
 
 /// Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran
-/// it.
+/// it, and the session's adapter, if it has one, must be loaded for it.
 ///
 /// - `call`: cancels the call and reports the bytes read; may be NULL.
 #[unsafe(no_mangle)]
@@ -1412,7 +1421,7 @@ pub unsafe extern "C-unwind" fn NVFP4_session_save_bytes(
 }
 
 /// Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was saved.
-/// `model` must be the model that ran it. The bytes are read during the call only.
+/// `model` must be the model that ran it, with the session's adapter, if it has one. The bytes are read during the call only.
 ///
 /// - `call`: cancels the call and reports the bytes read; may be NULL.
 #[unsafe(no_mangle)]

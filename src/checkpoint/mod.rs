@@ -35,7 +35,7 @@ pub use folder::{Weights, gguf_parts, weights};
 pub use ggml::GgmlType;
 pub use gguf::{GgufFamily, GgufForm, GgufKind, GgufMetadata, GgufValueHeads};
 pub use method::check_method;
-pub use names::is_of_text_model;
+pub use names::{is_of_text_model, logical};
 pub use write::{
     DatWriter, ModelOptWriter, Planned, Writer, check_not_read, missing_companions,
     write_companions,

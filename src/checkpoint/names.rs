@@ -48,7 +48,7 @@ const BESIDE: [&str; 21] = [
 ];
 
 /// The name of the tensor `key` in a text model.
-pub(super) fn logical(key: &str) -> String {
+pub fn logical(key: &str) -> String {
     for (within, alone) in WITHIN {
         if let Some(rest) = key.strip_prefix(within) {
             return format!("{alone}{rest}");

@@ -22,6 +22,8 @@ use super::{bandwidth, model, output};
 pub(super) struct Args {
     #[command(flatten)]
     model: model::ModelArgs,
+    #[command(flatten)]
+    adapter: model::AdapterArgs,
     /// Length of the prompt
     #[arg(long, default_value_t = 512)]
     prompt_tokens: usize,
@@ -45,7 +47,7 @@ pub(super) struct Args {
     drafts: Option<usize>,
     /// Serve requests that arrive at this rate a second, by a Poisson process, or `all` at once: measures the time to the first token and
     /// between tokens. `--prompt-tokens` and `--gen-tokens` are then the lengths of each request
-    #[arg(long, value_name = "RATE|all", value_parser = serve::arrivals, conflicts_with_all = ["batch", "runs", "warmup", "decode_from_empty"])]
+    #[arg(long, value_name = "RATE|all", value_parser = serve::arrivals, conflicts_with_all = ["adapter", "batch", "runs", "warmup", "decode_from_empty"])]
     serve: Option<serve::Arrivals>,
     /// Requests of `--serve`
     #[arg(long, default_value_t = 64, requires = "serve")]
@@ -150,6 +152,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         kv: args.model.kv.into(),
         // Every run is to compute all of its prompt.
         private: true,
+        adapter: args.adapter.load(&model)?,
         ..SessionOptions::default()
     };
     let mut sessions = (0..args.batch)

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use NVFP4::base::call::{Progress, Watch};
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result};
-use NVFP4::engine::Served;
+use NVFP4::engine::{LoadedAdapter, Served};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::placement::{self, Placement, Requirements};
 use NVFP4::model::{Activations, Device, KvType, LoadOptions};
@@ -226,6 +226,21 @@ impl ModelArgs {
         // A GPU does not have all types for all models: another device may be chosen now.
         model.sequence(1, self.kv.into())?;
         Ok(model)
+    }
+}
+
+/// The adapter that sessions of a model run with.
+#[derive(clap::Args)]
+pub(super) struct AdapterArgs {
+    /// A LoRA adapter of the model, which `nvfp4 train --adapter` or peft wrote; on the CPU only
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+}
+
+impl AdapterArgs {
+    pub(super) fn load(&self, model: &Served) -> Result<Option<Arc<LoadedAdapter>>> {
+        let path = self.adapter.as_ref();
+        path.map(|path| model.load_adapter(path)).transpose()
     }
 }
 

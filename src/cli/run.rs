@@ -41,6 +41,8 @@ pub(super) struct Args {
     #[arg(long, requires = "raw")]
     token_by_token: bool,
     #[command(flatten)]
+    adapter: model::AdapterArgs,
+    #[command(flatten)]
     context: ContextArgs,
     /// Print the answer and its timings as JSON
     #[arg(long)]
@@ -63,6 +65,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             kv: args.model.kv.into(),
             system: args.prompting.system.clone(),
             eviction: args.context.eviction()?,
+            adapter: args.adapter.load(&model)?,
             ..SessionOptions::default()
         },
     )?;

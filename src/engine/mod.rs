@@ -1,6 +1,7 @@
 //! Floor 6: what is served, its sequences, and the runner that takes the tokens of many of them through the weights together. Sessions and
 //! training both stand on it.
 
+mod adapters;
 mod blocks;
 pub mod capacity;
 mod chat_text;
@@ -20,6 +21,7 @@ mod snapshots;
 mod times;
 mod windows;
 
+pub use adapters::LoadedAdapter;
 pub use blocks::BlockCounts;
 pub use chat_text::ChatText;
 pub use pass::NewTokens;

@@ -258,6 +258,7 @@ impl<'a> Item<'a> {
             first: sequence.len(),
             tables: sequence.tables(),
             context: sequence.capacity(),
+            adapter: sequence.adapter().map(|adapter| &***adapter),
             wanted: match self.ends_with(count) {
                 true => self.work.wanted,
                 false => Wanted::Nothing,

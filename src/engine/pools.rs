@@ -575,13 +575,19 @@ mod tests {
             let random = Tree {
                 kind: KvType::ALL[(drawn >> 40) as usize & 1],
                 long_ropes: (drawn >> 41) as usize & 1,
+                adapter: None,
             };
             let (tree, mut symbols) = match there.get((drawn >> 8) as usize % (there.len() + 3)) {
                 None => (random, Vec::new()),
                 Some((is_f32, long_ropes, symbols)) => {
                     let kind = if *is_f32 { KvType::F32 } else { KvType::F16 };
                     let long_ropes = *long_ropes;
-                    (Tree { kind, long_ropes }, symbols.clone())
+                    let tree = Tree {
+                        kind,
+                        long_ropes,
+                        adapter: None,
+                    };
+                    (tree, symbols.clone())
                 }
             };
             let mut path = Vec::new();
@@ -701,6 +707,7 @@ mod tests {
                             tree: Tree {
                                 kind: KvType::ALL[(drawn >> 40) as usize & 1],
                                 long_ropes: (drawn >> 41) as usize & 1,
+                                adapter: None,
                             },
                             drafts: drawn >> 42 & 1 == 0,
                             symbols: Vec::new(),
@@ -782,6 +789,7 @@ mod tests {
         let tree = Tree {
             kind: KvType::F16,
             long_ropes: 0,
+            adapter: None,
         };
         let new = |program: &mut Program, pools: &mut TestPools, symbols: &[u8]| {
             let mut held = Held {

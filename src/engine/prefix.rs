@@ -4,6 +4,7 @@
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::BuildHasher;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use super::windows::{KEPT_MULTIPLE, kept_from, needed_from};
@@ -21,6 +22,8 @@ pub(super) struct Tree {
     pub(super) kind: KvType,
     /// The number of the model's rotations whose long table applies.
     pub(super) long_ropes: usize,
+    /// The identity of the adapter, if the sequence has one.
+    pub(super) adapter: Option<NonZeroU64>,
 }
 
 /// The layers of a model, as far as a prefix depends on them. A node has a slot for a block of each group, and one after those for the block

@@ -4,6 +4,7 @@ mod sharing;
 
 use std::sync::Arc;
 
+use super::adapters::{AdapterUse, LoadedAdapter};
 use super::blocks::Blocks;
 use super::prefix::{NodeId, Place, Tree};
 use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
@@ -76,6 +77,8 @@ pub struct Sequence {
     has_drafter_rows: bool,
     /// The hidden row of the last position, if the sequence drafts and that is known.
     hidden: Option<Vec<f32>>,
+    /// The adapter that its tokens run with.
+    adapter: Option<AdapterUse>,
     /// The tokens of the positions held.
     tokens: Vec<u32>,
     capacity: usize,
@@ -124,11 +127,13 @@ impl Sequence {
             drafts: false,
             has_drafter_rows: false,
             hidden: None,
+            adapter: None,
             tokens: Vec::new(),
             capacity,
             tree: Tree {
                 kind,
                 long_ropes: spec.long_ropes(capacity),
+                adapter: None,
             },
             path: Vec::new(),
             followed: 0,
@@ -221,6 +226,27 @@ impl Sequence {
             self.hidden = None;
         }
         Ok(())
+    }
+
+    /// Lets its tokens run with an adapter of its model. Fails unless it is empty: its keys and values would be those of another adapter.
+    pub fn set_adapter(&mut self, adapter: Arc<LoadedAdapter>) -> Result<()> {
+        self.blocks.model().check_adapter(&adapter)?;
+        if !self.is_empty() {
+            bail!(
+                InvalidArgument,
+                "adapter '{}' for a sequence that holds {} tokens; name it before the first",
+                adapter.name(),
+                self.len()
+            );
+        }
+        self.tree.adapter = Some(adapter.identity());
+        self.adapter = Some(AdapterUse::new(adapter));
+        Ok(())
+    }
+
+    /// The adapter that its tokens run with.
+    pub fn adapter(&self) -> Option<&Arc<LoadedAdapter>> {
+        self.adapter.as_ref()?.adapter()
     }
 
     /// The hidden row of the last position, if it is known.
@@ -870,6 +896,7 @@ impl Clone for Sequence {
             spares: Vec::new(),
             most_spares: 1,
             hidden: self.hidden.clone(),
+            adapter: self.adapter.clone(),
             tokens: self.tokens.clone(),
             path: self.path.clone(),
             ..*self

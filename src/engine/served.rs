@@ -10,6 +10,7 @@ use std::sync::{Arc, OnceLock};
 use serde::Serialize;
 use serde_json::Value;
 
+use super::adapters::{Adapters, LoadedAdapter};
 use super::blocks::{BlockCounts, Blocks};
 use super::chat_text::{ChatText, HostTemplates};
 use super::grammars::Grammars;
@@ -90,6 +91,7 @@ pub struct Served {
     roles: Vec<(TokenRole, u32)>,
     special: OnceLock<Vec<SpecialToken>>,
     grammars: Grammars,
+    adapters: Adapters,
     /// Tokens that full contexts have evicted.
     evicted: AtomicU64,
     /// For weights that are trained: the lease that keeps their trainer out.
@@ -184,6 +186,7 @@ impl Served {
             stop_tokens,
             special: OnceLock::new(),
             grammars: Grammars::default(),
+            adapters: Adapters::default(),
             evicted: AtomicU64::new(0),
             leased,
         }))
@@ -223,6 +226,18 @@ impl Served {
     /// An empty sequence with room for `capacity` positions, at most those that the model was made for. Takes no memory yet.
     pub fn sequence(&self, capacity: usize, kind: KvType) -> Result<Sequence> {
         Sequence::new(&self.blocks, capacity, kind)
+    }
+
+    /// Loads an adapter from a directory in peft's format: `adapter_config.json` and `adapter_model.safetensors`. It takes host memory for its
+    /// factors, in the types that they are stored in. Any number may be loaded, and sequences with different ones run in the same passes.
+    /// Fails for a model on a GPU, and for an adapter of another base.
+    pub fn load_adapter(&self, path: &Path) -> Result<Arc<LoadedAdapter>> {
+        Ok(self.adapters.add(self.model.load_adapter(path)?))
+    }
+
+    /// The adapters in memory, in the order in which they were loaded.
+    pub fn loaded_adapters(&self) -> Vec<Arc<LoadedAdapter>> {
+        self.adapters.loaded()
     }
 
     pub(super) fn runner(&self) -> &Runner {

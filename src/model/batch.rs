@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use super::adapter::Adapter;
 use super::kv::KvTables;
 use crate::ops::sample::Choice;
 
@@ -77,6 +78,8 @@ pub struct Segment<'a> {
     pub tables: &'a KvTables,
     /// Positions that the sequence may come to, which decides between the short and the long RoPE table.
     pub context: usize,
+    /// The adapter of the sequence, which its keys and values were computed with; `None` for the model as it is. On the CPU only.
+    pub adapter: Option<&'a Adapter>,
     /// The requested output.
     pub wanted: Wanted<'a>,
     /// For a sequence that drafts: the drafter runs its rows of the positions before the segment's tokens, which need the hidden row of the

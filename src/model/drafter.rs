@@ -72,6 +72,7 @@ impl Model {
             tokens.extend_from_slice(segment.tokens);
             hidden.extend_from_slice(segment.hidden);
             of_pass.push(Rows {
+                adapter: None,
                 cache: self.kv().cache(segment.tables.kind())?,
                 tables: segment.tables,
                 states: Vec::new(),

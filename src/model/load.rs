@@ -1118,6 +1118,7 @@ impl Parts {
 
     fn projection(&mut self, name: &str) -> Result<Projection> {
         Ok(Projection {
+            name: name.to_owned(),
             linear: self.linear(&format!("{name}.weight"))?,
             bias: self.optional(&format!("{name}.bias")),
         })

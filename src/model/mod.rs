@@ -1,6 +1,7 @@
 //! Floor 5: decoder models. Config, weights (immutable, shared), the forward pass, and the memory of the KV cache. Architectures are
 //! data. Knows nothing of conversations.
 
+mod adapter;
 mod batch;
 mod block;
 pub mod calibrate;
@@ -45,6 +46,7 @@ use crate::base::{Result, call, threads};
 use crate::checkpoint::Checkpoint;
 
 use crate::ops::Array;
+use adapter::ModelKey;
 use fused::HostTables;
 use kv::KvMemory;
 
@@ -52,6 +54,7 @@ pub use crate::ops::Device;
 pub use crate::ops::attention::KvType;
 pub use crate::ops::linear::Activations;
 pub use crate::ops::sample::{Choice, SamplingOptions, TokenMask};
+pub use adapter::Adapter;
 pub use batch::{Batch, HiddenBefore, Output, Segment, Verification, Wanted};
 pub use drafter::{DrafterRows, Drafting};
 pub use families::{open, open_bytes};
@@ -215,6 +218,8 @@ pub struct Model {
     kv: KvMemory,
     activations: Activations,
     info: ModelInfo,
+    /// Tells its adapters from those of other models.
+    key: Arc<ModelKey>,
     /// Serializes passes over the weights.
     turns: Turns,
 }
@@ -352,6 +357,7 @@ impl Model {
             kv,
             activations: options.activations,
             info,
+            key: Arc::default(),
             turns: Turns::new(),
         }))
     }
@@ -400,6 +406,40 @@ impl Model {
     /// one after each step that changes weights: what was computed under one of them is of no use under another.
     pub fn fingerprint(&self) -> u64 {
         self.live().fingerprint
+    }
+
+    /// Loads an adapter from a directory in peft's format. Everything is checked against the model before memory is taken for factors. A
+    /// model on a GPU takes none.
+    pub fn load_adapter(&self, path: &Path) -> Result<Adapter> {
+        if self.device.is_cuda() {
+            bail!(
+                Unsupported,
+                "{}: adapters run on the CPU, and the model is on {}; merge it into the weights (nvfp4 train: --merge), or load the \
+                 model on the CPU",
+                path.display(),
+                self.device.name()
+            );
+        }
+        if self.info.sampling_only {
+            bail!(
+                Unsupported,
+                "{}: the model was loaded for sampling only, without the layers that an adapter stands beside; load it whole",
+                path.display()
+            );
+        }
+        adapter::read(&self.device, &self.spec, &self.key, path)
+    }
+
+    /// Fails unless an adapter was loaded for this model.
+    pub fn check_adapter(&self, adapter: &Adapter) -> Result<()> {
+        match adapter.is_of(&self.key) {
+            true => Ok(()),
+            false => bail!(
+                InvalidArgument,
+                "adapter '{}' was loaded for another model; load it for this one",
+                adapter.name()
+            ),
+        }
     }
 }
 

@@ -208,6 +208,9 @@ impl Model {
         for segment in &batch.segments {
             self.check_tokens(segment.tokens)?;
             self.check_blocks(segment)?;
+            if let Some(adapter) = segment.adapter {
+                self.check_adapter(adapter)?;
+            }
             if segment.drafts_after.is_some() {
                 self.check_drafter()?;
             }
@@ -337,6 +340,7 @@ impl Model {
                 tables: segment.tables,
                 states: segment.tables.state().parts_of_pass(first, end),
                 context: segment.context,
+                adapter: segment.adapter,
                 first,
                 rows: row..row + part.tokens.len(),
             })
@@ -581,6 +585,7 @@ mod tests {
                             first: 0,
                             tables: &tables,
                             context: 64,
+                            adapter: None,
                             wanted,
                             drafts_after: None,
                         };

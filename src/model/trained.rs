@@ -86,7 +86,7 @@ fn weights(
     layout: &Layout,
     trained: &dyn Trained,
 ) -> Result<Weights> {
-    let projection = |p: &ProjectionLayout| projection(trained, p);
+    let projection = |p: &ProjectionLayout| projection(layout, trained, p);
     let gated = |mlp: &GatedMlpLayout| {
         let [gate, up] = &mlp.gate_up;
         Ok(DenseMlp {
@@ -107,6 +107,7 @@ fn weights(
             MlpLayout::Dense(mlp) => Mlp::Dense(Box::new(gated(mlp)?)),
             MlpLayout::Experts(mixture) => Mlp::Experts(Box::new(Experts {
                 router: Projection {
+                    name: name_of(layout, mixture.router),
                     linear: trained.matrix(mixture.router)?,
                     bias: None,
                 },
@@ -141,14 +142,22 @@ fn weights(
         },
         norm: trained.vector(layout.norm)?,
         head: Projection {
+            name: name_of(layout, layout.head),
             linear: trained.matrix(layout.head)?,
             bias: None,
         },
     })
 }
 
-fn projection(trained: &dyn Trained, p: &ProjectionLayout) -> Result<Projection> {
+/// The name of a projection in the model, whose weight is a matrix of the layout.
+fn name_of(layout: &Layout, id: MatrixId) -> String {
+    let name = &layout.matrices[id].name;
+    name.trim_end_matches(".weight").to_owned()
+}
+
+fn projection(layout: &Layout, trained: &dyn Trained, p: &ProjectionLayout) -> Result<Projection> {
     Ok(Projection {
+        name: name_of(layout, p.matrix),
         linear: trained.matrix(p.matrix)?,
         bias: p.bias.map(|id| trained.vector(id)).transpose()?,
     })
@@ -200,7 +209,7 @@ impl<'a> Parts<'a> {
                     k_norm: k_norm.map(vector).transpose()?,
                     v_norm: None,
                     sinks: None,
-                    o: projection(self.trained, &self.block.output)?,
+                    o: projection(self.layout, self.trained, &self.block.output)?,
                 })))
             }
             (MixerVectors::GatedDelta(vectors), MixerSpec::GatedDelta(_)) => {
@@ -215,7 +224,7 @@ impl<'a> Parts<'a> {
                         dt_bias: vector(vectors.dt_bias)?,
                     },
                     norm: vector(vectors.norm)?,
-                    out: projection(self.trained, &self.block.output)?,
+                    out: projection(self.layout, self.trained, &self.block.output)?,
                 })))
             }
             _ => bail!(
@@ -239,13 +248,14 @@ impl<'a> Parts<'a> {
         };
         match tensor.within.first() {
             Some(within) if !tensor.alone => Ok(Projection {
+                name: block_name(self.index, role),
                 linear: self.trained.rows(own.matrix, &within.rows)?,
                 bias: own
                     .bias
                     .map(|id| self.elements(id, &within.rows))
                     .transpose()?,
             }),
-            _ => projection(self.trained, own),
+            _ => projection(self.layout, self.trained, own),
         }
     }
 

@@ -15,6 +15,8 @@ use crate::ops::mamba::MambaWeights;
 /// A linear map with its bias, if any.
 #[derive(Debug)]
 pub struct Projection {
+    /// Its name in the model, without the suffix of its weight or bias. Adapters are found by it.
+    pub name: String,
     /// The weight, `[out features, in features]`.
     pub linear: Linear,
     /// One number per output feature.

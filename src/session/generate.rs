@@ -439,6 +439,9 @@ impl Session {
             return self.flush();
         }
         let mut cache = self.model.sequence(self.options.context, self.options.kv)?;
+        if let Some(adapter) = self.adapter() {
+            cache.set_adapter(adapter.clone())?;
+        }
         self.model.forward(
             &self.tokens,
             &mut cache,

@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, alloc, call, memory};
-use crate::engine::{NewTokens, Sequence, Served};
+use crate::engine::{LoadedAdapter, NewTokens, Sequence, Served};
 use crate::model::{KvType, Logits, Output, Scratch, Wanted};
 
 pub use crate::model::SamplingOptions;
@@ -130,6 +130,9 @@ pub struct SessionOptions {
     /// Keeps the session from sharing the beginning of its tokens with others: it runs all of them, and no other session begins with its
     /// blocks. For measurements, and where the time of a first token must not tell what others have asked.
     pub private: bool,
+    /// The adapter that its tokens run with, from the first to the last; `None` for the model as it is. Of the same model, which drafts
+    /// without it.
+    pub adapter: Option<Arc<LoadedAdapter>>,
 }
 
 /// A sequence of tokens and the state needed to continue it.
@@ -191,6 +194,10 @@ impl Session {
         let mut cache = model.sequence(options.context, options.kv)?;
         cache.set_drafts(model.has_drafter())?;
         cache.set_sharing(!options.private);
+        // The sequence alone keeps it, so that it is counted as used for as long as it is in memory.
+        if let Some(adapter) = options.adapter.take() {
+            cache.set_adapter(adapter)?;
+        }
         Ok(Session {
             model,
             options,
@@ -241,6 +248,11 @@ impl Session {
     /// The tokens it holds.
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
+    }
+
+    /// The adapter that its tokens run with.
+    pub fn adapter(&self) -> Option<&Arc<LoadedAdapter>> {
+        self.cache.adapter()
     }
 
     /// Bytes of its cached keys and values, including blocks shared with forks.

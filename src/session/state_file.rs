@@ -3,6 +3,7 @@
 //! size, the model and the checksum before it is used.
 
 use std::io::Read;
+use std::num::NonZeroU64;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use super::{ChatOptions, Eviction, Session, SessionOptions};
 use crate::base::error::{bail, err};
 use crate::base::sealed::{self, Format, Reader, Writer};
 use crate::base::{Error, ErrorKind, Result, alloc, file, memory};
-use crate::engine::{Kept, Sequence, Served};
+use crate::engine::{Kept, LoadedAdapter, Sequence, Served};
 use crate::model::KvType;
 use crate::text::{Message, messages_from_json, messages_to_json};
 
@@ -29,11 +30,17 @@ const FORMAT: Format = Format {
     newer: "a newer library wrote it; restore it with that one",
 };
 
+/// Most loaded adapters that a message names.
+const MOST_NAMED: usize = 8;
+
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Header {
     model: u64,
     activations: String,
+    /// The adapter that the tokens were run with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    adapter: Option<AdapterHeader>,
     context: usize,
     kv: String,
     system: Option<String>,
@@ -62,6 +69,14 @@ struct Header {
     messages: Option<Box<RawValue>>,
     answer: Option<AnswerHeader>,
     chat: ChatOptions,
+}
+
+/// The adapter of a session.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AdapterHeader {
+    identity: NonZeroU64,
+    name: String,
 }
 
 /// The answer at the end of the tokens.
@@ -139,6 +154,10 @@ impl Session {
         let header = Header {
             model: self.model.fingerprint(),
             activations: self.model.info().activations.to_owned(),
+            adapter: self.adapter().map(|adapter| AdapterHeader {
+                identity: adapter.identity(),
+                name: adapter.name().to_owned(),
+            }),
             context: self.options.context,
             kv: self.options.kv.name().to_owned(),
             system: self.options.system.clone(),
@@ -199,8 +218,8 @@ impl Session {
         })
     }
 
-    /// Restores a session from a file. `model` must be the model that ran it before, with the same weights. The step of a trainer waits for
-    /// it.
+    /// Restores a session from a file. `model` must be the model that ran it before, with the same weights. A session with an adapter gets
+    /// that which is loaded for the model and has the same values. The step of a trainer waits for it.
     pub fn restore(model: Arc<Served>, path: &Path) -> Result<Session> {
         let file = file::open(path)
             .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
@@ -223,8 +242,12 @@ fn restore<R: Read>(model: Arc<Served>, mut input: Reader<R>, json: &[u8]) -> Re
     let header: Header =
         serde_json::from_slice(json).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     header.check(&model)?;
-    let mut session = Session::new(model, &header.options()?)
-        .map_err(|e| err!(CorruptFile, "its header: {e}"))?;
+    let options = SessionOptions {
+        adapter: header.adapter(&model)?,
+        ..header.options()?
+    };
+    let mut session =
+        Session::new(model, &options).map_err(|e| err!(CorruptFile, "its header: {e}"))?;
     let kept = header.kept(&session.cache);
     session
         .cache
@@ -335,7 +358,33 @@ impl Header {
                 ),
             },
             private: false,
+            adapter: None,
         })
+    }
+
+    /// The loaded adapter that the session was run with.
+    fn adapter(&self, model: &Served) -> Result<Option<Arc<LoadedAdapter>>> {
+        let Some(wanted) = &self.adapter else {
+            return Ok(None);
+        };
+        let loaded = model.loaded_adapters();
+        if let Some(same) = loaded.iter().find(|a| a.identity() == wanted.identity) {
+            return Ok(Some(same.clone()));
+        }
+        let named = |adapter: &Arc<LoadedAdapter>| {
+            format!("'{}' ({:016x})", adapter.name(), adapter.identity())
+        };
+        let loaded: Vec<String> = loaded.iter().take(MOST_NAMED).map(named).collect();
+        bail!(
+            InvalidArgument,
+            "the session was run with adapter '{}' ({:016x}), and the model has loaded {}; load that adapter first",
+            wanted.name,
+            wanted.identity,
+            match &loaded[..] {
+                [] => "none".to_owned(),
+                loaded => loaded.join(", "),
+            }
+        )
     }
 
     fn conversation(&self) -> Result<Conversation> {

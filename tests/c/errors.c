@@ -1080,6 +1080,38 @@ static void grammars(NVFP4_Model *model)
     OK(NVFP4_grammar_release(grammar));
 }
 
+/* Adapters that are not of the model, and sessions that name something else. */
+static void adapters(NVFP4_Model *model, const char *path)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Adapter *adapter = NULL, *none = NULL;
+    NVFP4_Session *session = NULL;
+    NVFP4_SessionOptions options;
+    char place[1024], small[4];
+    snprintf(place, sizeof place, "%s/../../training/qwen3_tied_peft", path);
+    HANDLE(NVFP4_adapter_load, h, place, strlen(place), NULL, &none);
+    BAD(invalid, NVFP4_adapter_load, model, NULL, 3, NULL, &none);
+    BAD(invalid, NVFP4_adapter_load, model, place, strlen(place), NULL, NULL);
+    BAD(NVFP4_NOT_FOUND, NVFP4_adapter_load, model, path, strlen(path), NULL, &none);
+    SAYS("adapter_config.json");
+    CHECK(none == NULL);
+    OK(NVFP4_adapter_load(model, place, strlen(place), NULL, &adapter));
+    HANDLE(NVFP4_adapter_info, h, NULL, 0, &length);
+    BAD(invalid, NVFP4_adapter_info, adapter, NULL, 0, NULL);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_adapter_info, adapter, small, sizeof small, &length);
+    HANDLE(NVFP4_adapter_wait, h, NULL);
+    OK(NVFP4_adapter_wait(adapter, NULL));
+    OK(NVFP4_session_options_init(&options, sizeof options));
+    options.adapter = (const NVFP4_Adapter *)model;
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_session_create, model, &options, &session);
+    HANDLE(NVFP4_adapter_retain, h);
+    RELEASE(NVFP4_adapter_release);
+    OK(NVFP4_adapter_release(adapter));
+    options.adapter = adapter;
+    BAD(NVFP4_INVALID_HANDLE, NVFP4_session_create, model, &options, &session);
+    CHECK(session == NULL);
+}
+
 /* Wrong adjustments of logits are errors before a generation, a step or a choice begins. */
 static void adjustments(NVFP4_Model *model)
 {
@@ -1574,6 +1606,7 @@ int main(int argc, char **argv)
     calls(model);
     detokenizers(model);
     grammars(model);
+    adapters(model, argv[2]);
     adjustments(model);
     processors(model);
     data(argv[2]);

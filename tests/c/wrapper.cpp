@@ -49,7 +49,7 @@ constexpr bool is_single = !std::is_copy_constructible_v<T> && !std::is_copy_ass
 void tensors()
 {
     static_assert(is_single<nvfp4::Tensor> && is_single<nvfp4::Weight> && is_single<nvfp4::Model> && is_single<nvfp4::Session> &&
-                  is_single<nvfp4::Detokenizer> && is_single<nvfp4::Grammar> && is_single<nvfp4::Cancel> && is_single<nvfp4::Trainer> && is_single<nvfp4::Optimizer> &&
+                  is_single<nvfp4::Detokenizer> && is_single<nvfp4::Grammar> && is_single<nvfp4::Adapter> && is_single<nvfp4::Cancel> && is_single<nvfp4::Trainer> && is_single<nvfp4::Optimizer> &&
                   is_single<nvfp4::TakenError> && is_single<nvfp4::Log> && is_single<nvfp4::Stream> && is_single<nvfp4::Queue> &&
                   is_single<nvfp4::Dispatcher> && is_single<nvfp4::Pool>);
     static_assert(std::is_nothrow_move_constructible_v<nvfp4::Model> && std::is_nothrow_move_assignable_v<nvfp4::Weight>);
@@ -935,6 +935,29 @@ void training(const char *model, const std::string &scratch)
     std::ifstream config(scratch + "/adapter/adapter_config.json");
     const std::string said((std::istreambuf_iterator<char>(config)), {});
     CHECK(said.find("\"the-base\"") != std::string::npos && said.find("\"r\": 2") != std::string::npos);
+
+    /* Loaded onto the model that they were trained beside, sessions name them. */
+    nvfp4::LoadOptions on_cpu;
+    on_cpu.device_type = NVFP4_DEVICE_CPU;
+    on_cpu.threads = 1;
+    const nvfp4::Model base(model, on_cpu);
+    nvfp4::Adapter tuned(base, scratch + "/adapter");
+    CHECK(tuned.info().find("\"rank\":2") != std::string::npos);
+    {
+        nvfp4::SessionOptions adapted;
+        adapted.adapter = tuned.get();
+        nvfp4::Session with(base, adapted), without(base);
+        with.prefill({3, 4, 5});
+        without.prefill({3, 4, 5});
+        CHECK(with.logits() != without.logits());
+        CHECK(tuned.clone().info().find("\"sessions\":1") != std::string::npos);
+        nvfp4::Cancel cancel;
+        cancel.trigger();
+        const nvfp4::CallOptions cancelled(cancel);
+        CHECK(status_of([&] { tuned.wait(&cancelled); }) == NVFP4_CANCELLED);
+    }
+    tuned.wait();
+    CHECK(status_of([&] { nvfp4::Adapter(base, scratch); }) == NVFP4_NOT_FOUND);
     CHECK(status_of([&] { adapters.export_adapter(scratch + "/adapter", "the-base"); }) == NVFP4_INVALID_ARGUMENT);
     CHECK(status_of([&] { trainer.export_adapter(scratch + "/other", "the-base"); }) == NVFP4_INVALID_ARGUMENT);
 

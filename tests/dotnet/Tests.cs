@@ -1874,6 +1874,30 @@ static partial class Tests
             trainer.ExportAdapter(adapter, "the-base", replace: true);
             Throws<ArgumentException>(() => trainer.ExportAdapter(adapter, null));
         }
+        // Loaded onto the model that they were trained beside, sessions and chats name them.
+        string place = Path.Combine(scratch, "adapter");
+        using (Model on = Model.Load(modelPath, new LoadOptions { Device = Device.Cpu, Threads = 1 }))
+        using (Adapter loaded = Adapter.Load(on, place))
+        {
+            Same("adapter", loaded.Info.Name);
+            Check(loaded.Info.Rank == 2 && loaded.Info.Projections > 0 && loaded.Info.Bytes > 0 && loaded.Info.Identity.Length == 16);
+            var options = new SessionOptions { Adapter = loaded };
+            using (Session with = new Session(on, options), without = new Session(on))
+            using (new ChatSession(on, "Be brief.", options))
+            {
+                with.Prefill(new[] { 3, 4, 5 });
+                without.Prefill(new[] { 3, 4, 5 });
+                Check(!with.Logits.SequenceEqual(without.Logits));
+                Same(2L, loaded.Info.Sessions);
+                Throws<OperationCanceledException>(() => loaded.Wait(new CancellationToken(true)));
+            }
+            loaded.Wait();
+            Check(loaded.WaitAsync().Wait(10000));
+            Throws<Nvfp4Exception>(() => Adapter.Load(on, modelPath), "adapter_config.json");
+            Throws<ArgumentNullException>(() => Adapter.Load(null, place));
+            loaded.Dispose();
+            Throws<ObjectDisposedException>(() => new Session(on, options));
+        }
     }
 
     /// Rows of files come with their learned tokens marked, and train directly.

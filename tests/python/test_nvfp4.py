@@ -2192,6 +2192,28 @@ class Training(unittest.TestCase):
             with self.assertRaises(nvfp4.InvalidArgument):
                 trainer.export_adapter(place, "the-base")
             trainer.export_adapter(place, "the-base", replace=True)
+        # Loaded onto the model that they were trained beside, sessions and chats name them.
+        with nvfp4.Model(GOLDEN, device="cpu", threads=1) as model, nvfp4.Adapter(model, place) as adapter:
+            self.assertEqual((adapter.info["name"], adapter.info["rank"], adapter.info["sessions"]), ("adapter", 2, 0))
+            with model.session(adapter=adapter) as adapted, model.session(adapter=None) as plain, model.chat(adapter=adapter):
+                for session in (adapted, plain):
+                    session.prefill([3, 4, 5])
+                self.assertNotEqual(adapted.logits(), plain.logits())
+                self.assertEqual(adapter.info["sessions"], 2)
+                cancel = nvfp4.Cancel()
+                cancel.trigger()
+                self.assertRaises(nvfp4.Cancelled, adapter.wait, cancel)
+                state = adapted.to_bytes()
+                with nvfp4.Session.from_bytes(model, state) as restored:
+                    self.assertEqual(restored.logits(), adapted.logits())
+            adapter.wait()
+            with self.assertRaisesRegex(TypeError, "takes an Adapter"):
+                model.session(adapter=place)
+            with self.assertRaisesRegex(nvfp4.NotFound, "adapter_config.json"):
+                nvfp4.Adapter(model, GOLDEN)
+            adapter.close()
+            with self.assertRaisesRegex(nvfp4.InvalidArgument, "adapter 'adapter'"):
+                nvfp4.Session.from_bytes(model, state)
         with self.trainer() as trainer, self.assertRaises(nvfp4.InvalidArgument):
             trainer.export_adapter(self.place("other"), "the-base")
 

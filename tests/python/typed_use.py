@@ -55,7 +55,10 @@ def once(logits: "memoryview[float]", tokens: "memoryview[int]", index: int) -> 
 
 def sessions() -> None:
     model = nvfp4.Model(pathlib.Path("model"), quantize={"recipe": "amax"}, device="cuda:1", activations="int8")
-    session = model.session(context=100, kv_type="float32", eviction="drop_oldest", system="Be brief.")
+    adapter = nvfp4.Adapter(model, pathlib.Path("adapter"), cancel=nvfp4.Cancel())
+    assert_type(adapter.wait(), None)
+    model.chat(adapter=adapter)
+    session = model.session(adapter=adapter, context=100, kv_type="float32", eviction="drop_oldest", system="Be brief.")
     session.prefill(model.tokenizer.encode("text", special=False))
     assert_type(model.tokenizer.token_bytes(1), bytes)
     assert_type(model.tokenizer.is_special(1), bool)
@@ -94,6 +97,8 @@ def sessions() -> None:
     nvfp4.Grammar(model, "a", "glob")  # type: ignore[arg-type]
     nvfp4.Model("model", quantize={"recipe": "best"})  # type: ignore[arg-type]
     model.session(kv_type="int8")  # type: ignore[arg-type]
+    model.session(adapter="place")  # type: ignore[arg-type]
+    nvfp4.Adapter("model", "place")  # type: ignore[arg-type]
     model.session(think=True)  # type: ignore[call-arg]
     session.prefill("text")  # type: ignore[arg-type]
     model.tokenizer.encode("text", plain=True)  # type: ignore[call-arg]

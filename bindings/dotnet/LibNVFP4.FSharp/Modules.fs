@@ -239,6 +239,18 @@ module Grammar =
     /// One of several texts.
     let choices (texts: string seq) (model: Model) = Grammar.Choices(model, texts)
 
+/// LoRA adapters of a model: `use adapter = model |> Adapter.load "adapter"`, then `SessionOptions(Adapter = adapter)`.
+[<RequireQualifiedAccess>]
+module Adapter =
+    /// Loads the adapter in a directory.
+    let load (path: string) (model: Model) = Adapter.Load(model, path)
+
+    /// The description of an adapter, with the number of sessions that use it now.
+    let info (adapter: Adapter) = adapter.Info
+
+    /// Waits until no session uses an adapter.
+    let wait (adapter: Adapter) = adapter.Wait()
+
 /// How turns are written and answered: `Turn.defaults () |> Turn.thinking false |> Turn.tools json`. Each function gives a copy.
 [<RequireQualifiedAccess>]
 module Turn =

@@ -452,6 +452,9 @@ namespace LibNVFP4
         // Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run
         // again. Default: 0, half of those that are not kept. Must be 0 for other evictions.
         internal UIntPtr Drop;
+        // The adapter that the session's tokens run with, of the same model: see the adapter chapter. Its handle may be released while
+        // sessions use it. Default: NULL, none.
+        internal IntPtr Adapter;
     }
 
     // The logits of a choice, for a processor. Later versions may add fields at the end: a field exists if `struct_size` includes it.
@@ -920,6 +923,12 @@ namespace LibNVFP4
         internal ulong Seed;
         // Number of this weight among all that share the seed. Default: 0.
         internal ulong Tensor;
+    }
+
+    // An adapter. See the adapter chapter.
+    internal sealed partial class AdapterHandle : NativeHandle
+    {
+        internal override int Release() => Native.NVFP4_adapter_release(handle);
     }
 
     // Cancels long calls. See the chapter on long calls.
@@ -1729,6 +1738,44 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_grammar_release(IntPtr grammar);
 
+        // LoRA adapters of a loaded model.
+
+        // Loads an adapter for a model. It takes host memory for its factors, in the types that they are stored in, and is not copied for
+        // sessions.
+        //
+        // #NVFP4_INVALID_ARGUMENT if it is of another base: a name, a shape or a rank is not what the model and its own config say.
+        // #NVFP4_UNSUPPORTED for what is not only factors beside linear maps of blocks (DoRA, biases, whole modules, embeddings, the output
+        // layer, routers), for ranks above 1,024, and for a model on a CUDA device. The error names the tensor or the setting, and nothing
+        // is kept.
+        //
+        // - `path`, `path_length`: the directory, in UTF-8.
+        // - `call`: cancels the call; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_adapter_load(ModelHandle model, byte* path, UIntPtr pathLength, NativeCallOptions* call,
+            out AdapterHandle result);
+
+        // Describes an adapter, as JSON: name (of its directory), rank (the largest), projections (the number of adapted linear maps),
+        // bytes (in memory), identity (16 hexadecimal digits, the same for the same content) and sessions (the number that use it now,
+        // forks included). Later versions may add keys. From any thread at any time.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_adapter_info(AdapterHandle adapter, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        // Waits until no session uses an adapter, forks and restored sessions included. Releasing the last reference then frees its memory
+        // at once; without waiting, the memory goes with the last session. New sessions may name the adapter at any time.
+        //
+        // - `call`: cancels the call; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_adapter_wait(AdapterHandle adapter, NativeCallOptions* call);
+
+        // Adds a reference to an adapter.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_adapter_retain(IntPtr adapter);
+
+        // Gives up a reference to an adapter. After the last one the handle is stale; sessions that use the adapter go on, and its memory
+        // is freed with the last of them.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_adapter_release(IntPtr adapter);
+
         // Sessions: conversations and other sequences of tokens, with their KV cache.
 
         // Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions).
@@ -1858,7 +1905,8 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_session_save(SessionHandle session, byte* path, UIntPtr pathLength, NativeCallOptions* call);
 
-        // Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran it.
+        // Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran it, and
+        // the session's adapter, if it has one, must be loaded for it.
         //
         // - `call`: cancels the call and reports the bytes read; may be NULL.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
@@ -1874,7 +1922,7 @@ namespace LibNVFP4
             NativeCallOptions* call);
 
         // Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was
-        // saved. `model` must be the model that ran it. The bytes are read during the call only.
+        // saved. `model` must be the model that ran it, with the session's adapter, if it has one. The bytes are read during the call only.
         //
         // - `call`: cancels the call and reports the bytes read; may be NULL.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

@@ -218,6 +218,9 @@ namespace LibNVFP4
         /// <summary>The system prompt of chat turns. Default: null, none.</summary>
         public string System { get; set; }
 
+        /// <summary>The adapter that the session's tokens run with, of the same model. Default: null, none.</summary>
+        public Adapter Adapter { get; set; }
+
         internal SessionOptions With(string system)
         {
             var copy = (SessionOptions)MemberwiseClone();

@@ -184,15 +184,27 @@ namespace LibNVFP4
             options = options ?? new SessionOptions();
             byte[] system = options.System == null ? null : Interop.Utf8(options.System, nameof(options));
             NativeSessionOptions raw = options.Raw;
+            AdapterHandle adapter = options.Adapter?.Handle;
+            bool holdsAdapter = false;
             var retry = new Retry();
             int status;
-            fixed (byte* at = system)
+            try
             {
-                raw.System = at;
-                raw.SystemLength = Interop.Size(system == null ? 0 : system.Length);
-                do
-                    status = Native.NVFP4_session_create(model.Handle, &raw, out Handle);
-                while (retry.After(status));
+                adapter?.DangerousAddRef(ref holdsAdapter);
+                raw.Adapter = adapter == null ? IntPtr.Zero : adapter.DangerousGetHandle();
+                fixed (byte* at = system)
+                {
+                    raw.System = at;
+                    raw.SystemLength = Interop.Size(system == null ? 0 : system.Length);
+                    do
+                        status = Native.NVFP4_session_create(model.Handle, &raw, out Handle);
+                    while (retry.After(status));
+                }
+            }
+            finally
+            {
+                if (holdsAdapter)
+                    adapter.DangerousRelease();
             }
             Interop.Check(status);
             Handle.Press();
@@ -204,7 +216,7 @@ namespace LibNVFP4
             Handle.Press();
         }
 
-        /// <summary>Creates a session from a file of Save, in the state that was saved. The model must be the one that ran it.</summary>
+        /// <summary>Creates a session from a file of Save, in the state that was saved. The model must be the one that ran it, with the session's adapter, if it has one, loaded.</summary>
         /// <param name="model">The model.</param>
         /// <param name="path">The file.</param>
         /// <param name="progress">Is told how many bytes are read, or null.</param>

@@ -32,7 +32,8 @@ import json
 from typing import Any, Callable, Dict, Optional, Tuple
 
 from . import native, types
-from .models import Cancel, ChatSession, Detokenizer, Grammar, Model, Pool, Session, SpecialToken, Tokenizer, convert, step, step_sample
+from .models import (Adapter, Cancel, ChatSession, Detokenizer, Grammar, Model, Pool, Session, SpecialToken, Tokenizer, convert, step,
+                     step_sample)
 from .native import (AbiMismatch, BufferTooSmall, Busy, Cancelled, ContextFull, CorruptFile, DeviceUnavailable, Error,
                      InputOutput, Internal, InvalidArgument, InvalidHandle, NotFound, OutOfMemory, OverBudget, Unsupported)
 from .streams import Generation, Piece, Score, Stream, ToolCall
@@ -42,7 +43,7 @@ from .training import (NO_LABEL, Batch, Comparison, Data, Optimizer, Row, Step, 
                        ste_linear_backward)
 
 __all__ = [
-    "NO_LABEL", "AbiMismatch", "Batch", "BufferTooSmall", "Busy", "Cancel", "Cancelled", "ChatSession", "Comparison", "ContextFull", "CorruptFile",
+    "NO_LABEL", "AbiMismatch", "Adapter", "Batch", "BufferTooSmall", "Busy", "Cancel", "Cancelled", "ChatSession", "Comparison", "ContextFull", "CorruptFile",
     "Data", "Detokenizer", "DeviceUnavailable", "Error", "Generation", "Grammar", "InputOutput", "Internal", "InvalidArgument", "InvalidHandle", "Model",
     "Nf4", "NotFound", "Optimizer", "OutOfMemory", "OverBudget", "Piece", "Pool", "Quantized", "Row", "Score", "Session", "SpecialToken", "Step", "Stream", "Tensor", "Tokenizer",
     "ToolCall", "Trainer", "Unsupported", "Weight", "convert", "dequantize", "dequantize_packed", "diagnose", "empty_cache", "linear",

@@ -943,6 +943,8 @@ class SessionOptions(Structure):
     - `system_length`: Bytes of `system`.
     - `drop`: Tokens that a sliding window drops at a time, or more if that is not enough. The fewer, the more often the remaining ones run
       again. Default: 0, half of those that are not kept. Must be 0 for other evictions.
+    - `adapter`: The adapter that the session's tokens run with, of the same model: see the adapter chapter. Its handle may be released
+      while sessions use it. Default: NULL, none.
     """
 
     _fields_ = [
@@ -955,6 +957,7 @@ class SessionOptions(Structure):
         ("system", c_void_p),
         ("system_length", c_size_t),
         ("drop", c_size_t),
+        ("adapter", c_void_p),
     ]
 
 
@@ -2316,6 +2319,48 @@ FUNCTIONS: Tuple[Function, ...] = (
         Gives up a reference to a grammar. After the last one the handle is stale; generations that follow the grammar go on.
         """),
 
+    # LoRA adapters of a loaded model.
+    Function("adapter_load", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
+        NVFP4_adapter_load(const NVFP4_Model *model, const char *path, size_t path_length, const NVFP4_CallOptions *call, NVFP4_Adapter **out)
+
+        Loads an adapter for a model. It takes host memory for its factors, in the types that they are stored in, and is not copied for
+        sessions.
+
+        #NVFP4_INVALID_ARGUMENT if it is of another base: a name, a shape or a rank is not what the model and its own config say.
+        #NVFP4_UNSUPPORTED for what is not only factors beside linear maps of blocks (DoRA, biases, whole modules, embeddings, the output
+        layer, routers), for ranks above 1,024, and for a model on a CUDA device. The error names the tensor or the setting, and nothing is
+        kept.
+
+        - `path`, `path_length`: the directory, in UTF-8.
+        - `call`: cancels the call; may be NULL.
+        """),
+    Function("adapter_info", (c_void_p, c_void_p, c_size_t, c_void_p), Status, """
+        NVFP4_adapter_info(const NVFP4_Adapter *adapter, char *buffer, size_t capacity, size_t *length)
+
+        Describes an adapter, as JSON: name (of its directory), rank (the largest), projections (the number of adapted linear maps), bytes
+        (in memory), identity (16 hexadecimal digits, the same for the same content) and sessions (the number that use it now, forks
+        included). Later versions may add keys. From any thread at any time.
+        """),
+    Function("adapter_wait", (c_void_p, c_void_p), Status, """
+        NVFP4_adapter_wait(const NVFP4_Adapter *adapter, const NVFP4_CallOptions *call)
+
+        Waits until no session uses an adapter, forks and restored sessions included. Releasing the last reference then frees its memory at
+        once; without waiting, the memory goes with the last session. New sessions may name the adapter at any time.
+
+        - `call`: cancels the call; may be NULL.
+        """),
+    Function("adapter_retain", (c_void_p,), Status, """
+        NVFP4_adapter_retain(NVFP4_Adapter *adapter)
+
+        Adds a reference to an adapter.
+        """),
+    Function("adapter_release", (c_void_p,), Status, """
+        NVFP4_adapter_release(NVFP4_Adapter *adapter)
+
+        Gives up a reference to an adapter. After the last one the handle is stale; sessions that use the adapter go on, and its memory is
+        freed with the last of them.
+        """),
+
     # Sessions: conversations and other sequences of tokens, with their KV cache.
     Function("session_options_init", (c_void_p, c_uint32), Status, """
         NVFP4_session_options_init(NVFP4_SessionOptions *options, uint32_t struct_size)
@@ -2464,7 +2509,8 @@ FUNCTIONS: Tuple[Function, ...] = (
     Function("session_restore", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
         NVFP4_session_restore(const NVFP4_Model *model, const char *path, size_t path_length, const NVFP4_CallOptions *call, NVFP4_Session **out)
 
-        Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran it.
+        Creates a session from a file of NVFP4_session_save(), in the state that was saved. `model` must be the model that ran it, and the
+        session's adapter, if it has one, must be loaded for it.
 
         - `call`: cancels the call and reports the bytes read; may be NULL.
         """),
@@ -2480,7 +2526,7 @@ FUNCTIONS: Tuple[Function, ...] = (
         NVFP4_session_restore_bytes(const NVFP4_Model *model, const uint8_t *bytes, size_t length, const NVFP4_CallOptions *call, NVFP4_Session **out)
 
         Creates a session from bytes of NVFP4_session_save_bytes(), or those of a file of NVFP4_session_save(), in the state that was saved.
-        `model` must be the model that ran it. The bytes are read during the call only.
+        `model` must be the model that ran it, with the session's adapter, if it has one. The bytes are read during the call only.
 
         - `call`: cancels the call and reports the bytes read; may be NULL.
         """),

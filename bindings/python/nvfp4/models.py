@@ -392,12 +392,38 @@ class Grammar(Handle):
         return cls(model, json.dumps(list(texts)), "choices")
 
 
+class Adapter(Handle):
+    """
+    A LoRA adapter of a model on the CPU, from a directory that `nvfp4 train --adapter` or peft wrote. Sessions and chats that are given it
+    with adapter= run with it, any number of them, beside others with other adapters and without one. An adapter of another base, or of
+    another kind than LoRA beside linear maps, raises an error that names what differs. close() returns at once: the memory goes with the
+    last session that uses it.
+    """
+
+    _kind = "adapter"
+    _copies = "use the same Adapter from any thread"
+    _pickles = "pass the path, and load it in each process"
+
+    def __init__(self, model, path, cancel=None):
+        load = lambda call: native.value_out(ctypes.c_void_p, lib.adapter_load, model, *native.path_in(path), call)
+        self._as_parameter_ = _watched(load, cancel)
+
+    @property
+    def info(self):
+        """name, rank, projections, bytes, identity and sessions, the number that use it now."""
+        return json.loads(self._text("info"))
+
+    def wait(self, cancel=None):
+        """Waits until no session uses it, so that close() frees its memory at once."""
+        _watched(lambda call: lib.adapter_wait(self, call), cancel)
+
+
 class Session(Handle):
     """
     A sequence of tokens that a model runs. One call at a time may use it; another one raises Busy. Its length, memory and
     messages can be asked for at any time: during a call they are as they were before it. Options: context (tokens to hold; what
     the model was made for unless told), kv_type (float16, float32), eviction (error, drop_oldest, sliding_window), keep (tokens at the
-    beginning that stay), drop (tokens that a sliding window drops at a time; half unless told), system.
+    beginning that stay), drop (tokens that a sliding window drops at a time; half unless told), system, adapter (an Adapter of the model).
 
     Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty, seed (a new one
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may

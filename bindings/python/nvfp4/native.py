@@ -262,10 +262,10 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
-        elif field in ("grammar", "pool") and field in kinds:
+        elif field in ("adapter", "grammar", "pool") and field in kinds:
             if value is not None:
                 if getattr(value, "_kind", None) != field:
-                    raise TypeError(f"{field}= takes a {field.capitalize()}, not {value!r}")
+                    raise TypeError(f"{field}= takes {'an Adapter' if field == 'adapter' else f'a {field.capitalize()}'}, not {value!r}")
                 out.kept.append(value)
                 setattr(out, field, value._as_parameter_)
         elif field == "logit_bias" and "logit_bias_count" in kinds:

@@ -17,10 +17,10 @@ from . import _types
 from ._types import *
 from ._types import ConvertOptions as ConvertOptions, GrammarOptions as GrammarOptions, OptimizerOptions as OptimizerOptions
 from ._types import PlanOptions as PlanOptions, QuantizeOptions as QuantizeOptions, QueueOptions as QueueOptions
-from ._types import SessionOptions as SessionOptions, SubmitOptions as SubmitOptions
+from ._types import SubmitOptions as SubmitOptions
 
 if TYPE_CHECKING:
-    from .models import Grammar, Pool
+    from .models import Adapter, Grammar, Pool
 
 FloatDtype = Literal["float16", "float32", "bfloat16"]
 
@@ -59,6 +59,10 @@ class CalibrateOptions(_types.CalibrateOptions, total=False):
 class LoadOptions(_types.LoadOptions, total=False):
     device: str
     pool: Optional["Pool"]
+
+
+class SessionOptions(_types.SessionOptions, total=False):
+    adapter: Optional["Adapter"]
 
 
 class GenerationOptions(_types.GenerateOptions, total=False):

@@ -36,6 +36,8 @@ pub(super) struct Args {
     #[arg(long)]
     keep_reasoning: bool,
     #[command(flatten)]
+    adapter: model::AdapterArgs,
+    #[command(flatten)]
     context: ContextArgs,
 }
 
@@ -55,6 +57,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         kv: args.model.kv.into(),
         system: args.prompting.system.clone(),
         eviction: args.context.eviction()?,
+        adapter: args.adapter.load(&model)?,
         ..SessionOptions::default()
     };
     let input = Input::new()?;

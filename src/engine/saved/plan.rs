@@ -191,6 +191,7 @@ mod tests {
     const TREE: Tree = Tree {
         kind: KvType::F16,
         long_ropes: 0,
+        adapter: None,
     };
 
     /// Records of a random tree, of 16 tokens and with slots of all positions, of a window and of a state. Parents are used after children.

@@ -3,6 +3,7 @@
 //! of each layer, the recurrent state, and the drafter's pages. Parents come before their children.
 
 use std::hash::Hasher;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -48,6 +49,9 @@ pub(super) struct Header {
 struct TreeHeader {
     kv: String,
     long_ropes: usize,
+    /// The identity of the adapter, if the prefixes were run with one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    adapter: Option<NonZeroU64>,
 }
 
 /// A record that was read, without its blocks.
@@ -124,6 +128,7 @@ impl Header {
         let trees = trees.iter().map(|tree| TreeHeader {
             kv: tree.kind.name().to_owned(),
             long_ropes: tree.long_ropes,
+            adapter: tree.adapter,
         });
         Header {
             model: model.fingerprint(),
@@ -174,6 +179,7 @@ impl Header {
                 kind: kind
                     .ok_or_else(|| err!(CorruptFile, "its header names '{}' for keys", tree.kv))?,
                 long_ropes: tree.long_ropes,
+                adapter: tree.adapter,
             })
         });
         trees.collect()

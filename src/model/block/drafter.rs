@@ -38,7 +38,8 @@ impl ReferencePass<'_> {
         let out: SliceMut<'_> = s.residual.first_mut(len)?;
         let outputs = &mut [(&drafter.fc, out)];
         let x = s.joined.first(2 * len)?;
-        linear(device, x, m, outputs, self.activations, &mut s.workspace)
+        let workspace = &mut s.products.workspace;
+        linear(device, x, m, outputs, self.activations, workspace)
     }
 }
 

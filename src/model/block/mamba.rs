@@ -20,13 +20,13 @@ impl ReferencePass<'_> {
         let heads = m * shape.heads;
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
-            m,
+            self.all_rows(),
             &mut [
                 (&weights.z, s.head_gate.first_mut(width)?),
                 (&weights.xbc, s.q.first_mut(channels)?),
                 (&weights.dt, s.beta.first_mut(heads)?),
             ],
-            &mut s.workspace,
+            &mut s.products,
         )?;
         let (dt, decay) = (s.beta.first_mut(heads)?, s.decay.first_mut(heads)?);
         mamba::steps(self.device, &weights.heads, spec.step_limits, dt, decay)

@@ -2,12 +2,14 @@
 //! Inference on the CPU uses it, and the fused kernels of a GPU are tested against it. It runs the operations of `order` on rows of the
 //! residual stream.
 
+mod adapters;
 mod beside;
 mod drafter;
 mod mamba;
 mod per_layer;
 mod widths;
 
+use adapters::{AdaptedRows, InputRows, Products};
 pub(super) use drafter::hidden_rows;
 use widths::ARRAYS;
 pub(super) use widths::RowWidths;
@@ -15,6 +17,7 @@ pub(super) use widths::RowWidths;
 use std::ops::Range;
 
 use super::Activations;
+use super::adapter::Adapter;
 use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
 use super::spec::{
@@ -41,6 +44,8 @@ pub(super) struct Rows<'a> {
     pub(super) states: Vec<(Range<usize>, StateBlocks)>,
     /// Positions that the sequence may come to.
     pub(super) context: usize,
+    /// The adapter of the sequence, if it has one.
+    pub(super) adapter: Option<&'a Adapter>,
     /// Position of the first row.
     pub(super) first: usize,
     /// The rows of the pass.
@@ -75,7 +80,7 @@ impl PartRows {
 /// Memory reused between passes, by one caller at a time. It grows to the largest pass seen.
 #[derive(Debug)]
 pub(super) struct BlockScratch {
-    pub(super) workspace: Workspace,
+    products: Products,
     /// `[rows, hidden]`: the residual stream.
     pub(super) residual: Array,
     /// `[rows, hidden]`: the input of a half of a block, and later its output.
@@ -125,7 +130,7 @@ impl BlockScratch {
     /// Empty scratch memory.
     pub(super) fn new() -> Self {
         BlockScratch {
-            workspace: Workspace::new(),
+            products: Products::default(),
             residual: Array::empty(),
             normed: Array::empty(),
             q: Array::empty(),
@@ -215,7 +220,7 @@ impl BlockScratch {
             &experts.sum,
             &experts.beside,
         ];
-        self.workspace.bytes() + arrays.iter().map(|a| a.bytes()).sum::<usize>()
+        self.products.bytes() + arrays.iter().map(|a| a.bytes()).sum::<usize>()
     }
 }
 
@@ -225,6 +230,8 @@ pub(super) struct ReferencePass<'a> {
     spec: &'a Spec,
     activations: Activations,
     rows: usize,
+    /// The rows with adapters, adapter by adapter.
+    adapted: Vec<AdaptedRows<'a>>,
     /// Indexed like [`Spec::ropes`].
     angles: Vec<Angles>,
 }
@@ -235,7 +242,7 @@ impl<'a> ReferencePass<'a> {
         device: &'a Device,
         spec: &'a Spec,
         activations: Activations,
-        segments: &[Rows<'_>],
+        segments: &[Rows<'a>],
     ) -> Result<ReferencePass<'a>> {
         let mut angles = Vec::with_capacity(spec.ropes.len());
         for set in &spec.ropes {
@@ -250,6 +257,7 @@ impl<'a> ReferencePass<'a> {
             spec,
             activations,
             rows: segments.iter().map(|s| s.rows.len()).sum(),
+            adapted: adapters::adapted_rows(segments.iter().map(|s| (s.adapter, s.rows.clone()))),
             angles,
         })
     }
@@ -344,24 +352,24 @@ impl<'a> ReferencePass<'a> {
                 BlockOp::Project(Half::Mixer) => self.output(weights, s)?,
                 BlockOp::GateUp => {
                     let BlockScratch {
-                        workspace,
+                        products,
                         normed,
                         gate,
                         up,
                         ..
                     } = s;
-                    self.gate_up(mlp()?, (normed, self.rows), (gate, up), workspace)?;
+                    self.gate_up(mlp()?, (normed, self.all_rows()), (gate, up), products)?;
                 }
                 BlockOp::Activate => self.activate(mlp()?.0, self.rows, (&mut s.gate, &s.up))?,
                 BlockOp::Project(Half::Mlp) => {
                     let BlockScratch {
-                        workspace,
+                        products,
                         normed,
                         gate,
                         ..
                     } = s;
                     let out = normed.first_mut(self.rows * self.spec.hidden_size)?;
-                    self.down(mlp()?, (gate, self.rows), out, workspace)?;
+                    self.down(mlp()?, (gate, self.all_rows()), out, products)?;
                 }
                 BlockOp::Route => s.experts.routes = Some(self.route(mixture()?, s)?),
                 BlockOp::Experts => self.experts(mixture()?, s)?,
@@ -436,7 +444,7 @@ impl<'a> ReferencePass<'a> {
             outputs.push((gate, s.head_gate.first_mut(q_len)?));
         }
         let x = s.normed.first(m * self.spec.hidden_size)?;
-        self.project(x, m, &mut outputs, &mut s.workspace)?;
+        self.project(x, self.all_rows(), &mut outputs, &mut s.products)?;
         match spec.key_values {
             KeyValues::KeysAsValues => s.v.first_mut(kv_len)?.copy_from(s.k.first(kv_len)?),
             KeyValues::Projected | KeyValues::OfBlock(_) => Ok(()),
@@ -500,7 +508,7 @@ impl<'a> ReferencePass<'a> {
                 sinks,
                 first,
                 s.attended.part_mut(q_rows)?,
-                &mut s.workspace,
+                &mut s.products.workspace,
             )?;
         }
         Ok(())
@@ -523,14 +531,14 @@ impl<'a> ReferencePass<'a> {
         let heads = m * shape.value_heads;
         self.project(
             s.normed.first(m * self.spec.hidden_size)?,
-            m,
+            self.all_rows(),
             &mut [
                 (&weights.qkv, s.q.first_mut(channels)?),
                 (&weights.z, s.head_gate.first_mut(values)?),
                 (&weights.a, s.decay.first_mut(heads)?),
                 (&weights.b, s.beta.first_mut(heads)?),
             ],
-            &mut s.workspace,
+            &mut s.products,
         )?;
         let (a, b) = (s.decay.first_mut(heads)?, s.beta.first_mut(heads)?);
         delta::gates(self.device, &weights.heads, a, b)
@@ -595,31 +603,31 @@ impl<'a> ReferencePass<'a> {
         };
         self.project(
             x.first(m * projection.linear.cols())?,
-            m,
+            self.all_rows(),
             &mut [(projection, s.normed.first_mut(m * hidden)?)],
-            &mut s.workspace,
+            &mut s.products,
         )
     }
 
-    /// Gate and up projections of the first `m` rows of `x`. Without a gate, `up` has the memory of `gate`.
+    /// Gate and up projections of the first rows of `x`. Without a gate, `up` has the memory of `gate`.
     fn gate_up(
         &self,
         (spec, weights): (&DenseMlpSpec, &DenseMlp),
-        (x, m): (&Array, usize),
+        (x, rows): (&Array, InputRows<'_>),
         (gate, up): (&mut Array, &mut Array),
-        workspace: &mut Workspace,
+        products: &mut Products,
     ) -> Result<()> {
-        let len = m * spec.intermediate_size;
-        let x = x.first(m * self.spec.hidden_size)?;
+        let len = rows.count * spec.intermediate_size;
+        let x = x.first(rows.count * self.spec.hidden_size)?;
         let Some(weight) = &weights.gate else {
             let outputs = &mut [(&weights.up, gate.first_mut(len)?)];
-            return self.project(x, m, outputs, workspace);
+            return self.project(x, rows, outputs, products);
         };
         let outputs = &mut [
             (weight, gate.first_mut(len)?),
             (&weights.up, up.first_mut(len)?),
         ];
-        self.project(x, m, outputs, workspace)
+        self.project(x, rows, outputs, products)
     }
 
     /// Applies the activation to `m` rows of gate and up, in `gate`.
@@ -640,12 +648,12 @@ impl<'a> ReferencePass<'a> {
     fn down(
         &self,
         (spec, weights): (&DenseMlpSpec, &DenseMlp),
-        (inner, m): (&Array, usize),
+        (inner, rows): (&Array, InputRows<'_>),
         out: SliceMut<'_>,
-        workspace: &mut Workspace,
+        products: &mut Products,
     ) -> Result<()> {
-        let inner = inner.first(m * spec.intermediate_size)?;
-        self.project(inner, m, &mut [(&weights.down, out)], workspace)
+        let inner = inner.first(rows.count * spec.intermediate_size)?;
+        self.project(inner, rows, &mut [(&weights.down, out)], products)
     }
 
     /// Computes the sum of a mixture's experts in `normed`. The experts run in order, each on its own rows, so that a row's sum does not
@@ -669,7 +677,7 @@ impl<'a> ReferencePass<'a> {
         };
         let every_row = RoutedRows::new(device, every_row)?;
         let BlockScratch {
-            workspace,
+            products,
             normed,
             gate,
             up,
@@ -696,9 +704,16 @@ impl<'a> ReferencePass<'a> {
                 continue;
             }
             rows.take(device, expert, x, hidden, taken.first_mut(n * hidden)?)?;
-            self.gate_up(mlp, (taken, n), (gate, up), workspace)?;
+            let of_expert = rows.routes().of(expert).map(|(row, _)| row);
+            let adapted = adapters::taken(&self.adapted, of_expert);
+            let inputs = InputRows {
+                count: n,
+                adapted: &adapted,
+            };
+            self.gate_up(mlp, (taken, inputs), (gate, up), products)?;
             self.activate(mlp.0, n, (gate, up))?;
-            self.down(mlp, (gate, n), made.first_mut(n * hidden)?, workspace)?;
+            let out = made.first_mut(n * hidden)?;
+            self.down(mlp, (gate, inputs), out, products)?;
             let (made, sum) = (made.first(n * hidden)?, sum.first_mut(m * hidden)?);
             rows.add(device, expert, made, hidden, sum)?;
         }
@@ -759,21 +774,36 @@ impl<'a> ReferencePass<'a> {
         let logits = &mut s.experts.logits;
         let x = s.normed.first(m * self.spec.hidden_size)?;
         let outputs = &mut [(weight, logits.first_mut(m * rows)?)];
-        linear(device, x, m, outputs, self.activations, &mut s.workspace)?;
+        let workspace = &mut s.products.workspace;
+        linear(device, x, m, outputs, self.activations, workspace)?;
         let mut values = vec![0.0; m * rows];
         logits.first(m * rows)?.read(&mut values)?;
         Ok(values)
     }
 
-    /// Applies projections that share an input, and their biases.
+    /// All rows of the pass, as the input of projections.
+    fn all_rows(&self) -> InputRows<'_> {
+        InputRows {
+            count: self.rows,
+            adapted: &self.adapted,
+        }
+    }
+
+    /// Applies projections that share an input, their biases, and the adapters of rows that have one.
     fn project(
         &self,
         x: Slice<'_>,
-        m: usize,
+        rows: InputRows<'_>,
         outputs: &mut [(&Projection, SliceMut<'_>)],
-        workspace: &mut Workspace,
+        products: &mut Products,
     ) -> Result<()> {
-        project(self.device, self.activations, x, m, outputs, workspace)
+        let (device, activations) = (self.device, self.activations);
+        let workspace = &mut products.workspace;
+        project(device, activations, x, rows.count, outputs, workspace)?;
+        for adapted in rows.adapted {
+            adapted.add(device, x, rows.count, outputs, products)?;
+        }
+        Ok(())
     }
 }
 
@@ -853,7 +883,8 @@ pub(super) fn head(
         out = on_device.first_mut(len)?;
     }
     let outputs = &mut [(head, out.reborrow())];
-    project(device, activations, x, m, outputs, &mut s.workspace)?;
+    let workspace = &mut s.products.workspace;
+    project(device, activations, x, m, outputs, workspace)?;
     if let Some(cap) = spec.logit_cap {
         activation::soft_cap(device, out, cap)?;
     }

@@ -40,9 +40,9 @@ impl ReferencePass<'_> {
         let projected = &mut s.layer_projections;
         self.project(
             s.residual.first(m * hidden)?,
-            m,
+            self.all_rows(),
             &mut [(&weights.projection, projected.first_mut(len)?)],
-            &mut s.workspace,
+            &mut s.products,
         )?;
         let factor = (hidden as f64).powf(-0.5) as f32;
         activation::scale(device, projected.first_mut(len)?, factor)?;
@@ -110,9 +110,9 @@ impl ReferencePass<'_> {
         let (m, hidden, len) = (self.rows, self.spec.hidden_size, self.rows * spec.width);
         self.project(
             s.residual.first(m * hidden)?,
-            m,
+            self.all_rows(),
             &mut [(&weights.gate, s.gate.first_mut(len)?)],
-            &mut s.workspace,
+            &mut s.products,
         )?;
         let input = s.layer_inputs.part(index * len..(index + 1) * len)?;
         activation::glu(self.device, spec.activation, s.gate.first_mut(len)?, input)
@@ -127,9 +127,9 @@ impl ReferencePass<'_> {
         let (m, hidden) = (self.rows, self.spec.hidden_size);
         self.project(
             s.gate.first(m * spec.width)?,
-            m,
+            self.all_rows(),
             &mut [(&weights.projection, s.normed.first_mut(m * hidden)?)],
-            &mut s.workspace,
+            &mut s.products,
         )
     }
 }
