@@ -14,6 +14,7 @@ use super::model::{
     NVFP4_LoadOptions, NVFP4_Message, NVFP4_ModelStatistics, NVFP4_Plan, NVFP4_PlanOptions,
     NVFP4_SpecialToken,
 };
+use super::model_files::NVFP4_ModelFile;
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::queue::{NVFP4_QueueEvent, NVFP4_QueueOptions, NVFP4_SubmitOptions};
@@ -55,6 +56,7 @@ layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
+layout!(NVFP4_ModelFile, 56, name: 0, name_length: 8, data: 16, size: 24, read: 32, release: 40, user: 48);
 layout!(NVFP4_SpecialToken, 24, token: 0, roles: 4, name: 8, name_length: 16);
 layout!(NVFP4_SessionOptions, 56, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
     system_length: 40, drop: 48);

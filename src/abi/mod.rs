@@ -39,6 +39,8 @@ pub mod schema;
 
 pub mod model;
 
+pub mod model_files;
+
 pub mod convert;
 
 pub mod grammar;

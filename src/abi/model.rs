@@ -4,7 +4,6 @@
 //! threads that generate get the speed of NVFP4_session_step_sample().
 
 use std::ffi::c_char;
-use std::path::Path;
 
 use serde_json::json;
 
@@ -26,11 +25,12 @@ use super::tensor::{
 use crate::base::alloc::Budget;
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::{Bytes, with_room};
+use crate::checkpoint::Checkpoint;
 use crate::engine::Served;
 use crate::engine::capacity::{self, Plan, PlanOptions};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::model::placement::{self, Requirements};
-use crate::model::{Activations, Device, KvType, LoadOptions};
+use crate::model::{Activations, Device, KvType, LoadOptions, open};
 use crate::text::{Message, SpecialToken, TokenRole};
 
 /// A loaded model. See the model chapter.
@@ -342,7 +342,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
             )
         };
         let wanted = Wanted::read(&options, quantize)?;
-        let load = || wanted.on_device(path, KvType::F16, |options| Served::load(path, options));
+        let load = || wanted.on_device(|| open(path), KvType::F16, |to| Served::load(path, to));
         // SAFETY: as above.
         let model = unsafe { watched(options.call, load) }?;
         tracing::debug!(?path, "loaded {model:?}");
@@ -355,7 +355,9 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
 ///
 /// # Safety
 /// As for [`options`].
-unsafe fn quantizing(quantize: *const NVFP4_QuantizeOptions) -> Result<Option<QuantizeOptions>> {
+pub(super) unsafe fn quantizing(
+    quantize: *const NVFP4_QuantizeOptions,
+) -> Result<Option<QuantizeOptions>> {
     if quantize.is_null() {
         return Ok(None);
     }
@@ -365,7 +367,7 @@ unsafe fn quantizing(quantize: *const NVFP4_QuantizeOptions) -> Result<Option<Qu
 }
 
 /// Checked options of loading a model.
-struct Wanted {
+pub(super) struct Wanted {
     device_type: i32,
     device_index: i32,
     threads: Option<usize>,
@@ -379,7 +381,10 @@ struct Wanted {
 }
 
 impl Wanted {
-    fn read(options: &NVFP4_LoadOptions, quantize: Option<QuantizeOptions>) -> Result<Wanted> {
+    pub(super) fn read(
+        options: &NVFP4_LoadOptions,
+        quantize: Option<QuantizeOptions>,
+    ) -> Result<Wanted> {
         let kv_bytes = bytes("kv_bytes", options.kv_bytes)?;
         Ok(Wanted {
             device_type: options.device_type,
@@ -395,10 +400,11 @@ impl Wanted {
         })
     }
 
-    /// Calls `use_on` with the device that is named or chosen for the model at `path`, whose sessions have keys and values of type `kv`.
-    fn on_device<T>(
+    /// Calls `use_on` with the device that is named or chosen for the model that `open` opens, whose sessions have keys and values of type
+    /// `kv`.
+    pub(super) fn on_device<T>(
         &self,
-        path: &Path,
+        open: impl FnOnce() -> Result<Box<dyn Checkpoint>>,
         kv: KvType,
         use_on: impl Fn(&LoadOptions) -> Result<T>,
     ) -> Result<T> {
@@ -428,7 +434,7 @@ impl Wanted {
             kv_bytes: self.kv_bytes,
         };
         placement::load(
-            &[path],
+            || Ok(vec![open()?]),
             &requirements,
             || shared::cpu(self.threads),
             |placement| tracing::info!("{placement}"),
@@ -656,10 +662,14 @@ pub unsafe extern "C-unwind" fn NVFP4_model_plan(
             bail!(InvalidArgument, "out is NULL; pass where the plan goes");
         };
         let wanted = Wanted::read(&load, quantize)?;
-        let plan = wanted.on_device(path, options.kv, |load| {
-            let plan = capacity::plan(path, load, &options)?;
-            Ok(NVFP4_Plan::of(&plan, &load.device))
-        })?;
+        let plan = wanted.on_device(
+            || open(path),
+            options.kv,
+            |load| {
+                let plan = capacity::plan(path, load, &options)?;
+                Ok(NVFP4_Plan::of(&plan, &load.device))
+            },
+        )?;
         out(plan);
         Ok(())
     })

@@ -8,6 +8,7 @@ pub mod entry;
 pub mod env;
 pub mod error;
 pub mod file;
+pub mod files;
 pub mod fork;
 mod host;
 pub mod host_memory;

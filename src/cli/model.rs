@@ -12,7 +12,7 @@ use NVFP4::base::{Error, Result};
 use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::placement::{self, Placement, Requirements};
-use NVFP4::model::{Activations, Device, KvType, LoadOptions};
+use NVFP4::model::{Activations, Device, KvType, LoadOptions, open};
 use clap::ValueEnum;
 
 use super::recipe::RecipeName;
@@ -153,7 +153,7 @@ impl ModelArgs {
             }
         };
         placement::load(
-            paths,
+            || paths.iter().map(|path| open(path)).collect(),
             &requirements,
             || self.named("cpu"),
             told,
