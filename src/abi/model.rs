@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::arguments::{
     self, Element, Growing, Out, choice, copy_elements, copy_items, copy_text, elements, fill,
-    flag, options, results, slice, text,
+    flag, options, reserved, results, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -101,12 +101,19 @@ pub struct NVFP4_LoadOptions {
     /// With 0 sessions share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved
     /// and that no session uses keeps such blocks. Default: 0.
     pub prefix_bytes: u64,
+    /// 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+    /// #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow
+    /// for them; nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a
+    /// GPU, whose memory is never paged out. Default: 0.
+    pub mlock: i32,
+    /// Reserved; 0.
+    pub reserved: i32,
 }
 
 // SAFETY: integers and a pointer without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_LoadOptions {
     const NAME: &'static str = "NVFP4_LoadOptions";
-    const EARLIER: &'static [usize] = &[40];
+    const EARLIER: &'static [usize] = &[40, 56];
     fn defaults() -> Self {
         NVFP4_LoadOptions {
             struct_size: size_of::<Self>() as u32,
@@ -120,6 +127,8 @@ unsafe impl Growing for NVFP4_LoadOptions {
             prefix_cache: 1,
             deterministic: 0,
             prefix_bytes: 0,
+            mlock: 0,
+            reserved: 0,
         }
     }
 }
@@ -377,6 +386,7 @@ pub(super) struct Wanted {
     prefix_cache: bool,
     prefix_bytes: usize,
     deterministic: bool,
+    mlock: bool,
     quantize: Option<QuantizeOptions>,
 }
 
@@ -385,6 +395,7 @@ impl Wanted {
         options: &NVFP4_LoadOptions,
         quantize: Option<QuantizeOptions>,
     ) -> Result<Wanted> {
+        reserved(options, options.reserved)?;
         let kv_bytes = bytes("kv_bytes", options.kv_bytes)?;
         Ok(Wanted {
             device_type: options.device_type,
@@ -396,6 +407,7 @@ impl Wanted {
             prefix_cache: flag("prefix_cache", options.prefix_cache)?,
             prefix_bytes: bytes("prefix_bytes", options.prefix_bytes)?,
             deterministic: flag("deterministic", options.deterministic)?,
+            mlock: flag("mlock", options.mlock)?,
             quantize,
         })
     }
@@ -419,6 +431,7 @@ impl Wanted {
                 prefix_bytes: self.prefix_bytes,
                 deterministic: self.deterministic,
                 sampling_only: self.sampling_only,
+                mlock: self.mlock,
             })
         };
         if self.device_type != NVFP4_DEVICE_AUTO {

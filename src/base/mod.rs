@@ -15,6 +15,7 @@ pub mod host_memory;
 pub mod lease;
 pub mod leftover;
 pub mod lock;
+pub mod locked;
 pub mod memory;
 pub mod once;
 pub mod panics;

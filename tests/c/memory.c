@@ -1,9 +1,13 @@
 /* Models from memory: memory MODEL_DIR SCRATCH_DIR, a model whose embedding stays in its file on the CPU. Its files as bytes and behind a
  * function give the logits of the model on disk; reads that fail or come short are errors, while it is loaded and later; `release` is called
- * once for each file, whatever comes of the call. */
+ * once for each file, whatever comes of the call. Weights are locked in memory, or refused by the limit of the process. */
+#define _GNU_SOURCE
 #include "check.h"
 #include <pthread.h>
 #include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 enum { FILES = 2, VOCAB = 512, TOKENS = 6 };
 
@@ -321,6 +325,94 @@ static void threads(void)
     RELEASED(1);
 }
 
+/* kB of locked memory of this process. */
+static long locked_kb(void)
+{
+    char line[256];
+    long kb = -1;
+    FILE *status = fopen("/proc/self/status", "r");
+    while (status != NULL && fgets(line, sizeof line, status) != NULL)
+        if (sscanf(line, "VmLck: %ld kB", &kb) == 1)
+            break;
+    if (status != NULL)
+        fclose(status);
+    return kb;
+}
+
+static NVFP4_Status load_locked(NVFP4_Model **model)
+{
+    NVFP4_ModelFile files[FILES];
+    NVFP4_LoadOptions options;
+    NVFP4_Status status = NVFP4_load_options_init(&options, sizeof options);
+    if (status != NVFP4_OK)
+        return status;
+    options.threads = 1;
+    options.mlock = 1;
+    prepare(files, 0);
+    return NVFP4_model_load_files(files, FILES, sizeof *files, &options, NULL, model);
+}
+
+/* In a child without privileges, for which the limit holds. */
+static int refused(void)
+{
+    const struct rlimit little = {8192, 8192};
+    NVFP4_Model *model = NULL;
+    if (setrlimit(RLIMIT_MEMLOCK, &little) != 0 || (geteuid() == 0 && setresuid(65534, 65534, 65534) != 0))
+        return 2;
+    FAILS(NVFP4_OUT_OF_MEMORY, load_locked(&model));
+    SAYS(" bytes of weights cannot be locked in memory");
+    SAYS("locked memory of this process is limited to 8192 bytes");
+    SAYS("ulimit -l");
+    CHECK(locked_kb() == 0);
+    RELEASED(1);
+    return failures != 0;
+}
+
+static void locks(void)
+{
+    NVFP4_Model *first = NULL, *second = NULL;
+    NVFP4_Session *session = NULL;
+    NVFP4_LoadOptions options;
+    int status = 0;
+    CHECK(locked_kb() == 0);
+    fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+        const int code = refused();
+        fflush(stdout);
+        _exit(code);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    if (load_locked(&first) != NVFP4_OK) {
+        /* The limit of this machine. */
+        SAYS("ulimit -l");
+        printf("SKIPPED locked weights: %s\n", NVFP4_last_error());
+        return;
+    }
+    uint64_t weights = 0, peak = 0;
+    OK(NVFP4_memory_stats(NVFP4_MEMORY_WEIGHTS, &weights, &peak));
+    const long one = locked_kb();
+    CHECK((uint64_t)one * 1024 >= weights && weights > 0);
+    OK(load_locked(&second));
+    CHECK(locked_kb() > one);
+    OK(NVFP4_session_create(first, NULL, &session));
+    OK(NVFP4_model_release(first));
+    CHECK(locked_kb() > one);
+    OK(NVFP4_session_prefill(session, tokens, TOKENS, NULL));
+    OK(NVFP4_session_release(session));
+    CHECK(locked_kb() >= one / 2 && locked_kb() <= one + 256);
+    OK(NVFP4_model_release(second));
+    CHECK(locked_kb() == 0);
+    OK(NVFP4_load_options_init(&options, sizeof options));
+    options.mlock = 2;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load("/nowhere", 8, &options, NULL, &first));
+    SAYS("mlock");
+    options.mlock = 0;
+    options.reserved = 1;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load("/nowhere", 8, &options, NULL, &first));
+    SAYS("reserved");
+}
+
 int main(int argc, char **argv)
 {
     if (argc != 3)
@@ -332,6 +424,7 @@ int main(int argc, char **argv)
     refusals();
     restores(argv[1], argv[2]);
     threads();
+    locks();
     for (int i = 0; i < FILES; i++)
         free(contents[i].bytes);
     return report("memory");

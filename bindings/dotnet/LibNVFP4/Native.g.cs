@@ -202,6 +202,13 @@ namespace LibNVFP4
         // while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps such
         // blocks. Default: 0.
         internal ulong PrefixBytes;
+        // 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+        // #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow for them;
+        // nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is
+        // never paged out. Default: 0.
+        internal int Mlock;
+        // Reserved; 0.
+        internal int Reserved;
     }
 
     // Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.

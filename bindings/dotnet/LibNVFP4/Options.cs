@@ -167,6 +167,9 @@ namespace LibNVFP4
 
         /// <summary>Bytes of keys and values that are kept after the last session that used them, for later ones that begin with the same tokens. Default: 0.</summary>
         public ulong PrefixBytes { get => Raw.PrefixBytes; set => Raw.PrefixBytes = value; }
+
+        /// <summary>Whether to lock the weights in host memory, so that the system never pages them out. An Nvfp4OutOfMemoryException says which limit is in the way. Without effect on a GPU. Default: no.</summary>
+        public bool Mlock { get => Raw.Mlock != 0; set => Raw.Mlock = Interop.Flag(value); }
     }
 
     /// <summary>How to make a session.</summary>

@@ -656,6 +656,11 @@ class LoadOptions(Structure):
       with the same tokens: those used least recently give way first, and all of them as soon as a session needs memory. With 0 sessions
       share only while they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps
       such blocks. Default: 0.
+    - `mlock`: 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+      #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow for them;
+      nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is never
+      paged out. Default: 0.
+    - `reserved`: Reserved; 0.
     """
 
     _fields_ = [
@@ -670,6 +675,8 @@ class LoadOptions(Structure):
         ("prefix_cache", c_int32),
         ("deterministic", c_int32),
         ("prefix_bytes", c_uint64),
+        ("mlock", c_int32),
+        ("reserved", c_int32),
     ]
 
 

@@ -208,7 +208,8 @@ class Model(Handle):
     info["device_choice"] why. Options: device (auto, the default, cpu, cuda, cuda:1), threads, activations (exact, int8),
     sampling_only, kv_bytes (reserved for the keys and values of all sessions together; 0, the default, allocates as they grow),
     prefix_cache (whether sessions that begin with the same tokens share these; True), prefix_bytes (kept of them after the last session; 0),
-    deterministic (on a GPU too, the logits of a session have the same bits whatever runs beside it; False, because it costs speed).
+    deterministic (on a GPU too, the logits of a session have the same bits whatever runs beside it; False, because it costs speed), mlock
+    (locks the weights in host memory, as far as `ulimit -l` allows; False).
     `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
     and in all, and cancels if it returns False; `cancel` is a Cancel.
     """

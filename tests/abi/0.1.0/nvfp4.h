@@ -873,6 +873,15 @@ typedef struct NVFP4_LoadOptions {
      * and that no session uses keeps such blocks. Default: 0.
      */
     uint64_t prefix_bytes;
+    /**
+     * 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+     * #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow
+     * for them; nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a
+     * GPU, whose memory is never paged out. Default: 0.
+     */
+    int32_t mlock;
+    /** Reserved; 0. */
+    int32_t reserved;
 } NVFP4_LoadOptions;
 
 /** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */
