@@ -32,7 +32,7 @@ pub struct Locked {
 
 impl Locked {
     /// Locks all `parts`, or none: if the system refuses, the error has the bytes wanted and the limit of the process.
-    pub fn new<'a>(parts: &[&'a [u8]]) -> Result<Locked> {
+    pub fn new(parts: &[&[u8]]) -> Result<Locked> {
         let mut locked = Locked {
             page: page_size(),
             parts: Vec::new(),
