@@ -1299,6 +1299,110 @@ struct LoadOptions : NVFP4_LoadOptions {
     }
 };
 
+/** A file of a model, for Model::load_files(): its name in the model's directory, such as config.json, and its content. */
+class ModelFile {
+public:
+    /**
+     * Reads `size` bytes from `offset` on into `out`, and returns how many it read: fewer than `size` fail the call, and so does an
+     * exception. Called by several threads at the same time.
+     */
+    using Read = std::function<std::size_t(std::uint64_t offset, void *out, std::size_t size)>;
+    /** Called once when the library does not use the file any more, also if it was never given to it. Must not throw. */
+    using Released = std::function<void()>;
+
+    /** Bytes that stay, unchanged, until `released` is called: at the latest when the model goes. */
+    static ModelFile view(std::string name, Span<std::uint8_t> bytes, Released released = nullptr)
+    {
+        ModelFile file(std::move(name), bytes.size(), std::move(released));
+        file.content_->data = bytes.data();
+        return file;
+    }
+
+    /** Bytes that the library frees when it does not use them any more. */
+    static ModelFile owned(std::string name, std::vector<std::uint8_t> bytes)
+    {
+        ModelFile file(std::move(name), bytes.size(), nullptr);
+        file.content_->bytes = std::move(bytes);
+        file.content_->data = file.content_->bytes.data();
+        return file;
+    }
+
+    /** `size` bytes that a function reads. */
+    static ModelFile reader(std::string name, std::uint64_t size, Read read, Released released = nullptr)
+    {
+        ModelFile file(std::move(name), size, std::move(released));
+        file.content_->read = std::move(read);
+        return file;
+    }
+
+private:
+    friend class Model;
+
+    struct Content {
+        const std::uint8_t *data = nullptr;
+        std::vector<std::uint8_t> bytes;
+        Read read;
+        Released released;
+
+        ~Content()
+        {
+            if (released)
+                released();
+        }
+    };
+
+    ModelFile(std::string name, std::uint64_t size, Released released)
+        : name_(std::move(name)), size_(size), content_(std::make_unique<Content>())
+    {
+        content_->released = std::move(released);
+    }
+
+    static std::int64_t on_read(void *user, std::uint64_t offset, void *out, std::size_t size) noexcept
+    {
+        const Read &read = static_cast<Content *>(user)->read;
+#ifdef NVFP4_NO_EXCEPTIONS
+        return static_cast<std::int64_t>(read(offset, out, size));
+#else
+        try {
+            return static_cast<std::int64_t>(read(offset, out, size));
+        } catch (...) {
+            return -1;
+        }
+#endif
+    }
+
+    static void on_release(void *user) noexcept { delete static_cast<Content *>(user); }
+
+    /** The files as C structs, which own the contents. */
+    static std::vector<NVFP4_ModelFile> give(std::vector<ModelFile> &files)
+    {
+        std::vector<NVFP4_ModelFile> given;
+        given.reserve(files.size());
+        for (ModelFile &file : files)
+            given.push_back(file.give());
+        return given;
+    }
+
+    /** The C struct, which owns the content. */
+    NVFP4_ModelFile give() noexcept
+    {
+        NVFP4_ModelFile file = {};
+        file.name = name_.data();
+        file.name_length = name_.size();
+        file.data = content_->data;
+        file.size = size_;
+        if (content_->read)
+            file.read = on_read;
+        file.release = on_release;
+        file.user = content_.release();
+        return file;
+    }
+
+    std::string name_;
+    std::uint64_t size_;
+    std::unique_ptr<Content> content_;
+};
+
 /** Options of Model::plan(); the fields of the C struct, with their defaults. */
 struct PlanOptions : NVFP4_PlanOptions {
     PlanOptions() : NVFP4_PlanOptions()
@@ -1393,6 +1497,33 @@ public:
         Model out;
         return detail::result(carried.after(NVFP4_model_load(path.data(), path.size(), &with, quantize, out.put())),
                               std::move(out));
+    }
+
+    /** Loads a model from files in memory or behind functions; see NVFP4_model_load_files(). */
+    static Result<Model> load_files(std::vector<ModelFile> files, const NVFP4_LoadOptions &options = LoadOptions(),
+                                    const NVFP4_QuantizeOptions *quantize = nullptr)
+    {
+        const std::vector<NVFP4_ModelFile> given = ModelFile::give(files);
+        Model out;
+        return detail::result(NVFP4_model_load_files(given.data(), given.size(), sizeof(NVFP4_ModelFile), &options, quantize, out.put()),
+                              std::move(out));
+    }
+
+    /** As above, with a progress callback `(std::uint64_t done, std::uint64_t total)` in bytes. */
+    template <class Progress>
+    static Result<Model> load_files(std::vector<ModelFile> files, const NVFP4_LoadOptions &options,
+                                    const NVFP4_QuantizeOptions *quantize, Progress &&progress)
+    {
+        using F = std::remove_reference_t<Progress>;
+        detail::Carried<F> carried{progress};
+        const NVFP4_CallOptions call = detail::told(options.call, carried);
+        NVFP4_LoadOptions with = options;
+        with.call = &call;
+        const std::vector<NVFP4_ModelFile> given = ModelFile::give(files);
+        Model out;
+        const NVFP4_Status status =
+            NVFP4_model_load_files(given.data(), given.size(), sizeof(NVFP4_ModelFile), &with, quantize, out.put());
+        return detail::result(carried.after(status), std::move(out));
     }
 
     /** The memory that a model and its sessions would take, from the headers of its files; see NVFP4_model_plan(). */

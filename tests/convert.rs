@@ -6,6 +6,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use NVFP4::base::ErrorKind;
+use NVFP4::base::files::Files;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::{
     Checkpoint, Encoding, Metadata, ModelOptWriter, Planned, TOKENIZER_FILES, TOOL_TEMPLATE,
@@ -17,7 +18,7 @@ use NVFP4::format::{e4m3, int8};
 use NVFP4::model;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertReport, Tables, convert};
 use NVFP4::tensor::DType;
-use NVFP4::text::read_directory;
+use NVFP4::text::read_files;
 use common::expect_kind;
 
 struct Scratch(PathBuf);
@@ -522,7 +523,10 @@ fn the_files_of_the_tokenizer_go_along() {
             let read = |directory: &Path| std::fs::read_to_string(directory.join(name)).ok();
             assert_eq!(read(directory), read(&source), "{out}: {name}");
         }
-        let template = read_directory(directory).unwrap().template.unwrap();
+        let template = read_files(&Files::Disk, directory)
+            .unwrap()
+            .template
+            .unwrap();
         assert_eq!(template.render(&[], true).unwrap(), "of its own file");
     }
     // Two templates, one of them in a folder, become a list.
@@ -536,7 +540,10 @@ fn the_files_of_the_tokenizer_go_along() {
     assert!(!path.join("chat_template.jinja").exists());
     let tools = serde_json::json!({"tools": [{}, {}]});
     for directory in [&source, &path] {
-        let template = read_directory(directory).unwrap().template.unwrap();
+        let template = read_files(&Files::Disk, directory)
+            .unwrap()
+            .template
+            .unwrap();
         let tools = tools.as_object().unwrap();
         assert_eq!(template.render_with(&[], true, tools).unwrap(), "2 tools");
         assert_eq!(template.render(&[], true).unwrap(), "no tools");

@@ -4,6 +4,8 @@
 mod common;
 #[path = "model/gguf_blocks.rs"]
 mod gguf_blocks;
+#[path = "model/given.rs"]
+mod given;
 
 use std::cell::Cell;
 use std::collections::BTreeSet;

@@ -16,9 +16,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use NVFP4::base::ErrorKind;
+use NVFP4::base::files::Files;
 use NVFP4::text::{
     ChatTemplate, Content, Detokenizer, Message, Prompt, Tokenizer, VocabularySpec,
-    messages_from_json, messages_to_json, read_directory, tools_from_json, variables_from_json,
+    messages_from_json, messages_to_json, read_files, tools_from_json, variables_from_json,
 };
 use common::expect_kind;
 use serde_json::Value;
@@ -1276,7 +1277,7 @@ fn directories() {
     std::fs::create_dir_all(&directory).unwrap();
     let write = |name: &str, text: &str| std::fs::write(directory.join(name), text).unwrap();
     let render = || {
-        let files = read_directory(&directory).unwrap();
+        let files = read_files(&Files::Disk, &directory).unwrap();
         files
             .template
             .unwrap()
@@ -1284,7 +1285,7 @@ fn directories() {
             .unwrap()
     };
 
-    let nothing = read_directory(&directory).unwrap();
+    let nothing = read_files(&Files::Disk, &directory).unwrap();
     assert!(nothing.tokenizer.is_none() && nothing.template.is_none());
 
     std::fs::copy(golden("tokenizer.json"), directory.join("tokenizer.json")).unwrap();
@@ -1293,7 +1294,7 @@ fn directories() {
         r#"{"bos_token": null, "eos_token": {"content": "<|im_end|>"}, "chat_template":
             [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list {{ eos_token }}"}]}"#,
     );
-    let files = read_directory(&directory).unwrap();
+    let files = read_files(&Files::Disk, &directory).unwrap();
     assert!(files.tokenizer.is_some());
     assert_eq!(
         (files.bos, files.eos.as_deref()),
@@ -1310,7 +1311,10 @@ fn directories() {
     assert_eq!(render(), "jinja user");
 
     write("chat_template.jinja", "{% if %}");
-    let broken = read_directory(&directory).unwrap().template.unwrap();
+    let broken = read_files(&Files::Disk, &directory)
+        .unwrap()
+        .template
+        .unwrap();
     let words = "the chat template does not parse";
     assert!(broken.fault().unwrap().message().contains(words));
     expect_kind(
@@ -1320,7 +1324,7 @@ fn directories() {
     );
     write("chat_template.jinja", "fine");
     write("tokenizer_config.json", "{");
-    let e = read_directory(&directory).unwrap_err();
+    let e = read_files(&Files::Disk, &directory).unwrap_err();
     assert!(e.message().contains("tokenizer_config.json"), "{e}");
     std::fs::remove_dir_all(&directory).unwrap();
 }

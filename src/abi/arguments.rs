@@ -331,9 +331,24 @@ fn check_element_size<T: Element>(name: &str, size: usize) -> Result<()> {
 }
 
 /// Refuses an array of structs whose elements have a size that no version has, and one that cannot be there.
-fn check_elements<T: Element>(name: &str, data: *const T, len: usize, size: usize) -> Result<()> {
+pub(super) fn check_elements<T: Element>(
+    name: &str,
+    data: *const T,
+    len: usize,
+    size: usize,
+) -> Result<()> {
     check_element_size::<T>(name, size)?;
-    check_array(name, data, len)
+    check_array(name, data, len)?;
+    if len
+        .checked_mul(size)
+        .is_none_or(|n| n > isize::MAX as usize)
+    {
+        bail!(
+            InvalidArgument,
+            "{name} cannot have {len} elements of {size} bytes"
+        );
+    }
+    Ok(())
 }
 
 /// An array of structs from C, each of `size` bytes.
@@ -350,15 +365,6 @@ pub(super) unsafe fn elements<T: Element>(
         return Ok(Vec::new());
     }
     check_elements(name, data, len, size)?;
-    if len
-        .checked_mul(size)
-        .is_none_or(|n| n > isize::MAX as usize)
-    {
-        bail!(
-            InvalidArgument,
-            "{name} cannot have {len} elements of {size} bytes"
-        );
-    }
     let mut out = with_room(len).map_err(|e| e.within(name))?;
     for i in 0..len {
         let mut element = T::defaults();

@@ -10,7 +10,7 @@ use std::sync::{Once, OnceLock};
 
 use super::status::{NVFP4_OK, NVFP4_Status};
 use super::{handle, listeners, shared, slots};
-use crate::base::{Error, ErrorKind, Result, alloc, entry, fork, panics};
+use crate::base::{Error, ErrorKind, Result, alloc, entry, fork, locked, panics};
 use crate::cuda::KeepContext;
 
 struct Last {
@@ -207,6 +207,7 @@ fn caught<T>(
             &shared::SHARED,
             &slots::CANCELS.free,
             &listeners::LISTENERS,
+            &locked::EDGES,
         ]);
     });
     let error = match attempted(function, body) {

@@ -14,6 +14,7 @@ use super::model::{
     NVFP4_LoadOptions, NVFP4_Message, NVFP4_ModelStatistics, NVFP4_Plan, NVFP4_PlanOptions,
     NVFP4_SpecialToken,
 };
+use super::model_files::NVFP4_ModelFile;
 use super::optimizer::{NVFP4_OptimizerOptions, NVFP4_StepOptions};
 use super::quantize::NVFP4_QuantizeOptions;
 use super::queue::{NVFP4_QueueEvent, NVFP4_QueueOptions, NVFP4_SubmitOptions};
@@ -38,8 +39,8 @@ layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, siz
 layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
     block: 48);
 layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
-layout!(NVFP4_LoadOptions, 64, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
-    kv_bytes: 32, prefix_cache: 40, deterministic: 44, prefix_bytes: 48, pool: 56);
+layout!(NVFP4_LoadOptions, 72, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
+    kv_bytes: 32, prefix_cache: 40, deterministic: 44, prefix_bytes: 48, pool: 56, mlock: 64, reserved: 68);
 layout!(NVFP4_PlanOptions, 32, struct_size: 0, kv_type: 4, sequences: 8, context: 16, budget_bytes: 24);
 layout!(NVFP4_Plan, 160, struct_size: 0, device_type: 4, device_index: 8, reserved: 12, context: 16, weight_bytes: 24,
     weight_host_bytes: 32, peak_load_bytes: 40, peak_load_host_bytes: 48, step_workspace_bytes: 56, workspace_bytes: 64,
@@ -55,6 +56,7 @@ layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);
+layout!(NVFP4_ModelFile, 56, name: 0, name_length: 8, data: 16, size: 24, read: 32, release: 40, user: 48);
 layout!(NVFP4_SpecialToken, 24, token: 0, roles: 4, name: 8, name_length: 16);
 layout!(NVFP4_SessionOptions, 64, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
     system_length: 40, drop: 48, adapter: 56);

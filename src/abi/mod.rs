@@ -41,6 +41,8 @@ pub mod pool;
 
 pub mod model;
 
+pub mod model_files;
+
 pub mod convert;
 
 pub mod grammar;

@@ -4,13 +4,12 @@
 //! threads that generate get the speed of NVFP4_session_step_sample().
 
 use std::ffi::c_char;
-use std::path::Path;
 
 use serde_json::json;
 
 use super::arguments::{
     self, Element, Growing, Out, choice, copy_elements, copy_items, copy_text, elements, fill,
-    flag, options, results, slice, text,
+    flag, options, reserved, results, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -27,11 +26,12 @@ use super::tensor::{
 use crate::base::alloc::Budget;
 use crate::base::error::{Result, bail, err};
 use crate::base::memory::{Bytes, with_room};
+use crate::checkpoint::Checkpoint;
 use crate::engine::Served;
 use crate::engine::capacity::{self, Plan, PlanOptions};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::model::placement::{self, Requirements};
-use crate::model::{Activations, Device, KvType, LoadOptions};
+use crate::model::{Activations, Device, KvType, LoadOptions, open};
 use crate::text::{Message, SpecialToken, TokenRole};
 
 /// A loaded model. See the model chapter.
@@ -105,6 +105,13 @@ pub struct NVFP4_LoadOptions {
     /// Threads of the host that work for the model on the CPU, in place of the library's: a handle of NVFP4_pool_create(), or NULL for none.
     /// Not together with `threads`. Ignored on a GPU. Default: NULL.
     pub pool: *const NVFP4_Pool,
+    /// 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+    /// #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow
+    /// for them; nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a
+    /// GPU, whose memory is never paged out. Default: 0.
+    pub mlock: i32,
+    /// Reserved; 0.
+    pub reserved: i32,
 }
 
 // SAFETY: integers and pointers without padding, the first a u32 size.
@@ -125,6 +132,8 @@ unsafe impl Growing for NVFP4_LoadOptions {
             deterministic: 0,
             prefix_bytes: 0,
             pool: std::ptr::null(),
+            mlock: 0,
+            reserved: 0,
         }
     }
 }
@@ -347,7 +356,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
             )
         };
         let wanted = Wanted::read(&options, quantize)?;
-        let load = || wanted.on_device(path, KvType::F16, |options| Served::load(path, options));
+        let load = || wanted.on_device(|| open(path), KvType::F16, |to| Served::load(path, to));
         // SAFETY: as above.
         let model = unsafe { watched(options.call, load) }?;
         tracing::debug!(?path, "loaded {model:?}");
@@ -360,7 +369,9 @@ pub unsafe extern "C-unwind" fn NVFP4_model_load(
 ///
 /// # Safety
 /// As for [`options`].
-unsafe fn quantizing(quantize: *const NVFP4_QuantizeOptions) -> Result<Option<QuantizeOptions>> {
+pub(super) unsafe fn quantizing(
+    quantize: *const NVFP4_QuantizeOptions,
+) -> Result<Option<QuantizeOptions>> {
     if quantize.is_null() {
         return Ok(None);
     }
@@ -402,7 +413,7 @@ impl Cpus {
 }
 
 /// Checked options of loading a model.
-struct Wanted {
+pub(super) struct Wanted {
     device_type: i32,
     device_index: i32,
     cpu: Cpus,
@@ -412,11 +423,16 @@ struct Wanted {
     prefix_cache: bool,
     prefix_bytes: usize,
     deterministic: bool,
+    mlock: bool,
     quantize: Option<QuantizeOptions>,
 }
 
 impl Wanted {
-    fn read(options: &NVFP4_LoadOptions, quantize: Option<QuantizeOptions>) -> Result<Wanted> {
+    pub(super) fn read(
+        options: &NVFP4_LoadOptions,
+        quantize: Option<QuantizeOptions>,
+    ) -> Result<Wanted> {
+        reserved(options, options.reserved)?;
         let kv_bytes = bytes("kv_bytes", options.kv_bytes)?;
         Ok(Wanted {
             device_type: options.device_type,
@@ -428,14 +444,16 @@ impl Wanted {
             prefix_cache: flag("prefix_cache", options.prefix_cache)?,
             prefix_bytes: bytes("prefix_bytes", options.prefix_bytes)?,
             deterministic: flag("deterministic", options.deterministic)?,
+            mlock: flag("mlock", options.mlock)?,
             quantize,
         })
     }
 
-    /// Calls `use_on` with the device that is named or chosen for the model at `path`, whose sessions have keys and values of type `kv`.
-    fn on_device<T>(
+    /// Calls `use_on` with the device that is named or chosen for the model that `open` opens, whose sessions have keys and values of type
+    /// `kv`.
+    pub(super) fn on_device<T>(
         &self,
-        path: &Path,
+        open: impl FnOnce() -> Result<Box<dyn Checkpoint>>,
         kv: KvType,
         use_on: impl Fn(&LoadOptions) -> Result<T>,
     ) -> Result<T> {
@@ -450,6 +468,7 @@ impl Wanted {
                 prefix_bytes: self.prefix_bytes,
                 deterministic: self.deterministic,
                 sampling_only: self.sampling_only,
+                mlock: self.mlock,
             })
         };
         if self.device_type != NVFP4_DEVICE_AUTO {
@@ -465,7 +484,7 @@ impl Wanted {
             kv_bytes: self.kv_bytes,
         };
         placement::load(
-            &[path],
+            || Ok(vec![open()?]),
             &requirements,
             || self.cpu.device(),
             |placement| tracing::info!("{placement}"),
@@ -693,10 +712,14 @@ pub unsafe extern "C-unwind" fn NVFP4_model_plan(
             bail!(InvalidArgument, "out is NULL; pass where the plan goes");
         };
         let wanted = Wanted::read(&load, quantize)?;
-        let plan = wanted.on_device(path, options.kv, |load| {
-            let plan = capacity::plan(path, load, &options)?;
-            Ok(NVFP4_Plan::of(&plan, &load.device))
-        })?;
+        let plan = wanted.on_device(
+            || open(path),
+            options.kv,
+            |load| {
+                let plan = capacity::plan(path, load, &options)?;
+                Ok(NVFP4_Plan::of(&plan, &load.device))
+            },
+        )?;
         out(plan);
         Ok(())
     })

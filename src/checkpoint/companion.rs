@@ -4,8 +4,9 @@ use std::borrow::Cow;
 use std::path::Path;
 
 use super::{Metadata, TokenizerSource};
-use crate::base::error::{Error, err};
-use crate::base::{Result, file};
+use crate::base::Result;
+use crate::base::error::err;
+use crate::base::files::Files;
 
 /// Files that describe a model's weights. They are not copied when a model is rewritten, because they would describe other weights: the
 /// writer of each format creates its own.
@@ -34,24 +35,21 @@ pub const TOKENIZER_FILES: [&str; 10] = [
 /// The template for conversations with tools, in the folder where transformers saves additional templates.
 pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
-/// The config and tokenizer found in `directory`.
-pub(super) fn read(directory: &Path) -> Result<Metadata> {
+/// The config and tokenizer found in `directory` of `files`.
+pub(super) fn read(files: &Files, directory: &Path) -> Result<Metadata> {
     let path = directory.join("config.json");
-    let config = match file::read(&path) {
-        Ok(text) => Some(
+    let config = match files.read(&path)? {
+        Some(text) => Some(
             serde_json::from_slice(&with_tagged_floats(&text))
                 .map_err(|e| err!(CorruptFile, "{}: {e}", path.display()))?,
         ),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
-        Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+        None => None,
     };
-    let tokenizer = directory.join("tokenizer.json");
-    let is_there = file::exists(&tokenizer)
-        .map_err(|e| Error::io(format_args!("reading {}", tokenizer.display()), e))?;
-    let tokenizer = if is_there {
-        TokenizerSource::Directory(directory.to_owned())
-    } else {
-        TokenizerSource::None
+    let is_there = files.exists(&directory.join("tokenizer.json"))?;
+    let tokenizer = match files {
+        _ if !is_there => TokenizerSource::None,
+        Files::Disk => TokenizerSource::Directory(directory.to_owned()),
+        Files::Given(files) => TokenizerSource::Given(files.clone()),
     };
     Ok(Metadata { config, tokenizer })
 }

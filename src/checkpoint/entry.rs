@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::ggml::GgmlType;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::files::{Files, GivenFiles};
 use crate::tensor::DType;
 
 /// Storage of an entry's values.
@@ -180,8 +181,21 @@ pub enum TokenizerSource {
     None,
     /// A directory with `tokenizer.json` and possibly other [`TOKENIZER_FILES`](super::TOKENIZER_FILES).
     Directory(PathBuf),
+    /// Files that the host gives, `tokenizer.json` and possibly others of [`TOKENIZER_FILES`](super::TOKENIZER_FILES) among them.
+    Given(GivenFiles),
     /// Inside the file.
     Vocabulary(Vocabulary),
+}
+
+impl TokenizerSource {
+    /// Where the files of the tokenizer are, and their directory there; `None` if it has no files.
+    pub fn files(&self) -> Option<(Files, &Path)> {
+        match self {
+            TokenizerSource::Directory(directory) => Some((Files::Disk, directory)),
+            TokenizerSource::Given(files) => Some((Files::Given(files.clone()), Path::new(""))),
+            TokenizerSource::None | TokenizerSource::Vocabulary(_) => None,
+        }
+    }
 }
 
 /// A tokenizer as stored in a GGUF file: plain data; lists have one element per token.

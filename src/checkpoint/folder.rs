@@ -8,6 +8,7 @@ use super::DESCRIPTION_FILES;
 use crate::base::Result;
 use crate::base::directory::entries;
 use crate::base::error::bail;
+use crate::base::files::Files;
 
 /// The weights in a folder, by file names; see [`weights`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,13 +92,12 @@ pub(super) fn index_beside(name: &str) -> Option<String> {
     }
 }
 
-/// The files to open for the model in `directory`: an index, one file, or a whole set.
-pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
-    let mut entries = entries(directory)?;
-    // The hub's cache contains links to files.
-    entries.retain(|(_, path)| path.is_file());
+/// The files to open for the model in `directory` of `files`: an index, one file, or a whole set.
+pub(super) fn find_in_directory(files: &Files, directory: &Path) -> Result<Vec<PathBuf>> {
+    let entries = files.entries(directory)?;
+    let shown = files.shown(directory);
     let names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
-    let files = match weights(&names).map_err(|e| e.within(directory.display()))? {
+    let found = match weights(&names).map_err(|e| e.within(&shown))? {
         Weights::Index(index) => vec![index],
         Weights::Files(files) => files,
         Weights::Several(models) => {
@@ -108,23 +108,21 @@ pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
                 .collect();
             bail!(
                 InvalidArgument,
-                "{} holds {} models; name the one to open, of {}",
-                directory.display(),
+                "{shown} holds {} models; name the one to open, of {}",
                 models.len(),
                 first.join(", ")
             )
         }
         Weights::None => bail!(
             NotFound,
-            "{} holds no model: no .safetensors, .dat or .gguf file with the weights of one",
-            directory.display()
+            "{shown} holds no model: no .safetensors, .dat or .gguf file with the weights of one"
         ),
     };
     let path_of = |file: &String| {
         let entry = entries.iter().find(|(name, _)| name == file);
         entry.map_or_else(|| directory.join(file), |(_, path)| path.clone())
     };
-    Ok(files.iter().map(path_of).collect())
+    Ok(found.iter().map(path_of).collect())
 }
 
 /// Fails unless a directory holds only a model, because replacing it must not destroy anything else. A model's directory has weights and

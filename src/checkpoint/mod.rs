@@ -21,8 +21,10 @@ mod tensors;
 mod write;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::base::error::{Error, bail, err};
+use crate::base::files::{Files, GivenFiles};
 use crate::base::{Result, threads};
 use source::Source;
 
@@ -52,43 +54,50 @@ pub fn open(path: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>>
 fn open_here(path: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
     let info = std::fs::metadata(path)
         .map_err(|e| Error::io(format_args!("opening {}", path.display()), e))?;
-    if !info.is_dir() {
-        return open_file(path, families);
+    match info.is_dir() {
+        true => open_directory(&Files::Disk, path, families),
+        false => open_file(&Files::Disk, path, families),
     }
-    let files = folder::find_in_directory(path)?;
-    match &files[..] {
-        [first, _, ..] if first.extension().is_some_and(|e| e == "safetensors") => Ok(Box::new(
-            safetensors::open_shards(&files, companion::read(path)?)?,
-        )),
+}
+
+/// Opens the model whose files the host gives, by the rules for the files of a directory: see [`open`]. They are read as long as the
+/// checkpoint lives.
+pub fn open_given(files: &GivenFiles, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
+    let files = Files::Given(files.clone());
+    threads::with_stack(|| open_directory(&files, Path::new(""), families))
+}
+
+fn open_directory(
+    files: &Files,
+    directory: &Path,
+    families: &[GgufFamily],
+) -> Result<Box<dyn Checkpoint>> {
+    let paths = folder::find_in_directory(files, directory)?;
+    match &paths[..] {
+        [first, _, ..] if first.extension().is_some_and(|e| e == "safetensors") => {
+            let metadata = companion::read(files, directory)?;
+            let shards = safetensors::open_shards(files, &paths, metadata)?;
+            Ok(Box::new(shards))
+        }
         [first, ..] => {
-            safetensors::warn_of_ignored_index(first);
-            open_file(first, families)
+            safetensors::warn_of_ignored_index(files, first);
+            open_file(files, first, families)
         }
         [] => Err(err!(Internal, "a model without files was found")),
     }
 }
 
-fn open_file(file: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
+fn open_file(files: &Files, file: &Path, families: &[GgufFamily]) -> Result<Box<dyn Checkpoint>> {
     if file.extension().is_some_and(|e| e == "json") {
-        let directory = directory_of(file);
-        let metadata = companion::read(directory)?;
-        return Ok(Box::new(safetensors::open_index(
-            file, directory, metadata,
-        )?));
+        let metadata = companion::read(files, files.directory_of(file))?;
+        return Ok(Box::new(safetensors::open_index(files, file, metadata)?));
     }
-    open_source(Source::open(file)?, Some(file), families)
-}
-
-fn directory_of(file: &Path) -> &Path {
-    match file.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
+    open_source(Source::open(files, file)?, Some((files, file)), families)
 }
 
 /// Reads the metadata of a model in a directory. Its weights need not be present.
 pub fn describe(directory: &Path) -> Result<Metadata> {
-    companion::read(directory)
+    companion::read(&Files::Disk, directory)
 }
 
 /// Opens the content of a complete `.dat`, `.safetensors` or `.gguf` file in memory. `name` stands for the file in messages; its extension
@@ -98,12 +107,12 @@ pub fn open_bytes(
     bytes: Vec<u8>,
     families: &[GgufFamily],
 ) -> Result<Box<dyn Checkpoint>> {
-    open_source(Source::owned(name, bytes)?, None, families)
+    open_source(Source::given(name, Arc::new(bytes))?, None, families)
 }
 
 fn open_source(
     source: Source,
-    file: Option<&Path>,
+    place: Option<(&Files, &Path)>,
     families: &[GgufFamily],
 ) -> Result<Box<dyn Checkpoint>> {
     let extension = Path::new(source.name())
@@ -114,7 +123,7 @@ fn open_source(
     let start = &mut start[..source.len().min(9)];
     source.read(0, start)?;
     if gguf::recognises(start) || extension == "gguf" {
-        return Ok(Box::new(gguf::open(source, file, families)?));
+        return Ok(Box::new(gguf::open(source, place, families)?));
     }
     let is_safetensors = match extension {
         "safetensors" => true,
@@ -126,8 +135,8 @@ fn open_source(
             source.name()
         ),
     };
-    let metadata = match file {
-        Some(file) => companion::read(directory_of(file))?,
+    let metadata = match place {
+        Some((files, file)) => companion::read(files, files.directory_of(file))?,
         None => Metadata::default(),
     };
     Ok(Box::new(if is_safetensors {

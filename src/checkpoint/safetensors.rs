@@ -11,8 +11,9 @@ use super::source::{Cursor, Source, Span};
 use super::tensors::{Raw, Tensors};
 use super::{Encoding, Metadata, Unreadable, folder, layout, names};
 use crate::base::alloc::Budget;
-use crate::base::error::{Error, bail, err};
-use crate::base::{Result, file, size};
+use crate::base::error::{bail, err};
+use crate::base::files::Files;
+use crate::base::{Result, size};
 use crate::tensor::DType;
 
 /// Upper limit of the header length, as in the format's own implementation.
@@ -58,11 +59,14 @@ pub(super) fn open(source: Source, metadata: Metadata) -> Result<Tensors> {
     assemble(vec![source], found, metadata)
 }
 
-/// Opens the shards in `directory` that the index at `path` names. If several shards hold a tensor of the same name, the index decides.
-/// Tensors that the index does not name are read too, as in transformers.
-pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> Result<Tensors> {
+/// Opens the shards that the index at `path` of `files` names, in its directory. If several shards hold a tensor of the same name, the index
+/// decides. Tensors that the index does not name are read too, as in transformers.
+pub(super) fn open_index(files: &Files, path: &Path, metadata: Metadata) -> Result<Tensors> {
     let name = path.display();
-    let text = file::read(path).map_err(|e| Error::io(format_args!("reading {name}"), e))?;
+    let directory = files.directory_of(path);
+    let Some(text) = files.read(path)? else {
+        bail!(NotFound, "reading {name}: it is missing");
+    };
     let _index = Budget::fields(text.len()).set_aside()?;
     let index: Index =
         serde_json::from_slice(&text).map_err(|e| err!(CorruptFile, "{name}: {e}"))?;
@@ -83,26 +87,28 @@ pub(super) fn open_index(path: &Path, directory: &Path, metadata: Metadata) -> R
         }
     }
     let paths: Vec<PathBuf> = shards.iter().map(|s| directory.join(s)).collect();
-    if let Some(missing) = paths.iter().find(|p| !p.exists()) {
-        bail!(
-            NotFound,
-            "{name} names the shard {}, which is missing",
-            missing.display()
-        );
+    for path in &paths {
+        if !files.exists(path)? {
+            bail!(
+                NotFound,
+                "{name} names the shard {}, which is missing",
+                path.display()
+            );
+        }
     }
-    let (sources, mut found) = read_shards(&paths)?;
+    let (sources, mut found) = read_shards(files, &paths)?;
     index.choose(&shards, &mut found, &name);
     assemble(sources, found, metadata)
 }
 
 /// Warns of an index beside a single-file model, unless both agree.
-pub(super) fn warn_of_ignored_index(single: &Path) {
+pub(super) fn warn_of_ignored_index(files: &Files, single: &Path) {
     let name = single.file_name().and_then(|n| n.to_str());
     let Some((name, index_name)) = name.and_then(|n| Some((n, folder::index_beside(n)?))) else {
         return;
     };
     let path = single.with_file_name(&index_name);
-    let Ok(text) = file::read(&path) else {
+    let Ok(Some(text)) = files.read(&path) else {
         return;
     };
     let index: Option<Index> = serde_json::from_slice(&text).ok();
@@ -112,7 +118,7 @@ pub(super) fn warn_of_ignored_index(single: &Path) {
     }
     let missing = shards
         .iter()
-        .filter(|s| !single.with_file_name(s).exists())
+        .filter(|s| !matches!(files.exists(&single.with_file_name(s)), Ok(true)))
         .count();
     tracing::warn!(
         "{} is read; {index_name} beside it is ignored with the {} files that it names, {missing} of them missing",
@@ -122,8 +128,8 @@ pub(super) fn warn_of_ignored_index(single: &Path) {
 }
 
 /// Opens the files of a model without an index.
-pub(super) fn open_shards(paths: &[PathBuf], metadata: Metadata) -> Result<Tensors> {
-    let (sources, found) = read_shards(paths)?;
+pub(super) fn open_shards(files: &Files, paths: &[PathBuf], metadata: Metadata) -> Result<Tensors> {
+    let (sources, found) = read_shards(files, paths)?;
     assemble(sources, found, metadata)
 }
 
@@ -180,11 +186,11 @@ impl Aside {
     }
 }
 
-fn read_shards(paths: &[PathBuf]) -> Result<(Vec<Source>, Found)> {
+fn read_shards(files: &Files, paths: &[PathBuf]) -> Result<(Vec<Source>, Found)> {
     let mut sources = Vec::with_capacity(paths.len());
     let mut found = Found::default();
     for (i, path) in paths.iter().enumerate() {
-        let source = Source::open(path)?;
+        let source = Source::open(files, path)?;
         let shard = tensors(&source, i).map_err(|e| e.within(source.name()))?;
         found.raws.extend(shard.raws);
         found.unreadable.extend(shard.unreadable);

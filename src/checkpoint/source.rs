@@ -1,14 +1,16 @@
-//! Reads bytes of an opened file at positions, or of memory, and has a cursor for headers that never passes the end. Nothing is mapped: a
-//! file truncated by another process is an error here, not a crash. Knows no format.
+//! Reads bytes at positions of a file that was opened or that the host gives, and has a cursor for headers that never passes the end. Nothing
+//! is mapped: a file truncated by another process is an error here, not a crash. Knows no format.
 
 use std::fs::{File, Metadata};
 use std::io::ErrorKind;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use crate::base::error::{Error, bail, err};
+use crate::base::files::{FileContent, Files};
 use crate::base::{Result, file};
 
 enum Data {
@@ -17,13 +19,13 @@ enum Data {
         /// Time of the last write, if the system provides it.
         modified: Option<SystemTime>,
     },
-    Owned(Vec<u8>),
+    Given(Arc<dyn FileContent>),
 }
 
 /// The content of a file.
 pub(super) struct Source {
     name: String,
-    /// `None` for bytes that came from memory.
+    /// `None` for a file that the host gives.
     path: Option<PathBuf>,
     len: usize,
     data: Data,
@@ -43,8 +45,19 @@ impl Span {
 }
 
 impl Source {
-    /// Opens `path`, and keeps it open. Reads fail once the file is written to.
-    pub(super) fn open(path: &Path) -> Result<Self> {
+    /// Opens `path` of `files`, and keeps it open.
+    pub(super) fn open(files: &Files, path: &Path) -> Result<Self> {
+        match files {
+            Files::Disk => Self::open_on_disk(path),
+            Files::Given(given) => match given.get(path) {
+                Some(content) => Self::given(&path.display().to_string(), content.clone()),
+                None => bail!(NotFound, "{} is not among the given files", path.display()),
+            },
+        }
+    }
+
+    /// Opens a file on disk. Reads fail once it is written to.
+    fn open_on_disk(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let opening = |e| Error::io(format_args!("opening {name}"), e);
         let file = file::open(path).map_err(opening)?;
@@ -52,13 +65,7 @@ impl Source {
         if info.len() == 0 {
             bail!(CorruptFile, "{name} is empty");
         }
-        let Ok(len) = usize::try_from(info.len()) else {
-            bail!(
-                Unsupported,
-                "{name} has {} bytes, more than this system has addresses for",
-                info.len()
-            );
-        };
+        let len = addressable(&name, info.len())?;
         let modified = info.modified().ok();
         Ok(Source {
             name,
@@ -68,17 +75,25 @@ impl Source {
         })
     }
 
-    /// Wraps bytes that are already in memory.
-    pub(super) fn owned(name: &str, bytes: Vec<u8>) -> Result<Self> {
-        if bytes.is_empty() {
+    /// The file `name` that the host gives.
+    pub(super) fn given(name: &str, content: Arc<dyn FileContent>) -> Result<Self> {
+        if content.size() == 0 {
             bail!(CorruptFile, "{name} is empty");
         }
         Ok(Source {
             name: name.to_owned(),
             path: None,
-            len: bytes.len(),
-            data: Data::Owned(bytes),
+            len: addressable(name, content.size())?,
+            data: Data::Given(content),
         })
+    }
+
+    /// All its bytes, if they are in memory.
+    fn in_memory(&self) -> Option<&[u8]> {
+        match &self.data {
+            Data::File { .. } => None,
+            Data::Given(content) => content.in_memory(),
+        }
     }
 
     pub(super) fn name(&self) -> &str {
@@ -97,27 +112,21 @@ impl Source {
     /// Copies the bytes from `at` on to `out`.
     pub(super) fn read(&self, at: usize, out: &mut [u8]) -> Result<()> {
         let range = at..at.saturating_add(out.len());
+        let reading = |len| format!("reading {len} bytes at offset {at} of {}", self.name);
+        let len = out.len();
         match &self.data {
-            Data::Owned(bytes) => match bytes.get(range.clone()) {
-                Some(bytes) => out.copy_from_slice(bytes),
-                None => return Err(self.past_the_end(&range)),
-            },
+            Data::Given(_) if range.end > self.len => Err(self.past_the_end(&range)),
+            Data::Given(content) => content
+                .read(at as u64, out)
+                .map_err(|e| e.within(reading(len))),
             Data::File { file, .. } => {
                 file.read_exact_at(out, at as u64)
                     .map_err(|e| match e.kind() {
                         ErrorKind::UnexpectedEof => self.past_the_end(&range),
-                        _ => Error::io(
-                            format_args!(
-                                "reading {} bytes at offset {at} of {}",
-                                out.len(),
-                                self.name
-                            ),
-                            e,
-                        ),
-                    })?;
+                        _ => Error::io(reading(len), e),
+                    })
             }
         }
-        Ok(())
     }
 
     fn past_the_end(&self, range: &Range<usize>) -> Error {
@@ -137,9 +146,7 @@ impl Source {
         range: Range<usize>,
         staging: &'a mut Vec<u8>,
     ) -> Result<&'a [u8]> {
-        if let Data::Owned(bytes) = &self.data
-            && let Some(bytes) = bytes.get(range.clone())
-        {
+        if let Some(bytes) = self.in_memory().and_then(|all| all.get(range.clone())) {
             return Ok(bytes);
         }
         if staging.len() < range.len() {
@@ -181,6 +188,16 @@ impl Source {
             )),
         }
     }
+}
+
+/// The size of the file `name` as one in memory.
+fn addressable(name: &str, size: u64) -> Result<usize> {
+    usize::try_from(size).map_err(|_| {
+        err!(
+            Unsupported,
+            "{name} has {size} bytes, more than this system has addresses for"
+        )
+    })
 }
 
 /// Bytes that a cursor reads ahead.
@@ -238,7 +255,7 @@ impl<'a> Cursor<'a> {
         let ahead = self.left().min(WINDOW);
         self.skip(len, what)?;
         let n = self.position - from;
-        if let Data::Owned(bytes) = &self.source.data {
+        if let Some(bytes) = self.source.in_memory() {
             return Ok(&bytes[from..self.position]);
         }
         if from < self.start || self.position > self.start + self.window.len() {
@@ -305,7 +322,7 @@ mod tests {
     use crate::base::error::expect_kind;
 
     fn leb(bytes: &[u8]) -> Result<u64> {
-        let source = Source::owned("t", bytes.to_vec())?;
+        let source = Source::given("t", Arc::new(bytes.to_vec()))?;
         Cursor::new(&source).leb128("number")
     }
 
@@ -328,7 +345,7 @@ mod tests {
 
     #[test]
     fn reads_never_pass_the_end() {
-        let source = Source::owned("t", vec![1, 2, 3]).unwrap();
+        let source = Source::given("t", Arc::new(vec![1, 2, 3])).unwrap();
         let mut cursor = Cursor::new(&source);
         expect_kind(
             cursor.u32("field"),
@@ -351,8 +368,8 @@ mod tests {
         let name = format!("nvfp4-source-{}", std::process::id());
         let path = std::env::temp_dir().join(name);
         std::fs::write(&path, &bytes).unwrap();
-        let file = Source::open(&path).unwrap();
-        let owned = Source::owned("t", bytes.clone()).unwrap();
+        let file = Source::open(&Files::Disk, &path).unwrap();
+        let owned = Source::given("t", Arc::new(bytes.clone())).unwrap();
         for step in [1, 7, 1000, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW] {
             let (mut file, mut owned) = (Cursor::new(&file), Cursor::new(&owned));
             while file.left() >= 2 * step {

@@ -40,7 +40,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let metadata = checkpoint.metadata();
     let tokenizer = match &metadata.tokenizer {
         TokenizerSource::None => "none".to_owned(),
-        TokenizerSource::Directory(_) => "tokenizer.json".to_owned(),
+        TokenizerSource::Directory(_) | TokenizerSource::Given(_) => "tokenizer.json".to_owned(),
         TokenizerSource::Vocabulary(v) => format!(
             "{} with {} tokens, pre-tokenizer {}",
             v.model,

@@ -12,7 +12,7 @@ use NVFP4::base::{Error, Result};
 use NVFP4::engine::{LoadedAdapter, Served};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::placement::{self, Placement, Requirements};
-use NVFP4::model::{Activations, Device, KvType, LoadOptions};
+use NVFP4::model::{Activations, Device, KvType, LoadOptions, open};
 use clap::ValueEnum;
 
 use super::recipe::RecipeName;
@@ -119,6 +119,9 @@ pub(super) struct ModelArgs {
     /// Give each conversation the same bits whatever runs beside it, also on a GPU, at the cost of speed
     #[arg(long)]
     deterministic: bool,
+    /// Lock the weights in memory, so that the system never pages them out; `ulimit -l` must allow for them. Without effect on a GPU
+    #[arg(long)]
+    mlock: bool,
 }
 
 /// Bytes of a number of gigabytes.
@@ -153,7 +156,7 @@ impl ModelArgs {
             }
         };
         placement::load(
-            paths,
+            || paths.iter().map(|path| open(path)).collect(),
             &requirements,
             || self.named("cpu"),
             told,
@@ -215,6 +218,7 @@ impl ModelArgs {
             prefix_bytes: 0,
             deterministic: self.deterministic,
             sampling_only: false,
+            mlock: self.mlock,
         };
         let watch = Watch {
             progress: Some(&progress),

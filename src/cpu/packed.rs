@@ -378,6 +378,11 @@ impl Packed {
         self.data.bytes()
     }
 
+    /// The packed bytes.
+    pub fn stored(&self) -> &[u8] {
+        &self.data
+    }
+
     pub(super) fn blocks(&self) -> usize {
         self.cols / BLOCK
     }

@@ -21,12 +21,14 @@ use super::sequence::Sequence;
 use crate::base::Result;
 use crate::base::call;
 use crate::base::error::{Error, bail};
+use crate::base::files::GivenFiles;
 use crate::base::lease::{Change, Held, Lease};
 use crate::checkpoint::{Checkpoint, TokenizerSource};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
 use crate::model::{
-    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec, Trained, open, text,
+    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec, Trained, open,
+    open_given, text,
 };
 use crate::text::{
     AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, SpecialToken, TextFiles,
@@ -119,6 +121,12 @@ impl Served {
     pub fn load(path: &Path, options: &LoadOptions) -> Result<Arc<Served>> {
         let checkpoint = Arc::from(open(path)?);
         Self::from_checkpoint(checkpoint, options).map_err(|e| e.within(path.display()))
+    }
+
+    /// Loads the model whose files the host gives, otherwise as [`Served::load`]. Threads of the library read them; on the CPU tables of
+    /// embeddings are read from them as long as the model lives.
+    pub fn load_given(files: &GivenFiles, options: &LoadOptions) -> Result<Arc<Served>> {
+        Self::from_checkpoint(Arc::from(open_given(files)?), options)
     }
 
     /// Loads the model in an opened checkpoint, and its text side on one of the threads that load.

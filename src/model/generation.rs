@@ -8,7 +8,8 @@ use super::SamplingOptions;
 use super::keys;
 use super::spec::Spec;
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result, file};
+use crate::base::files::Files;
+use crate::base::{Error, Result};
 use crate::checkpoint::TokenizerSource;
 use crate::text::{TextFiles, turn_ends};
 
@@ -22,19 +23,19 @@ pub(crate) struct Generation {
 /// Reads the settings from the config, `generation_config.json` or GGUF metadata, the chat template and the tokenizer.
 pub(crate) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> Result<Generation> {
     let mut stop_tokens = spec.eos.clone();
-    let sampling = match source {
-        TokenizerSource::Directory(directory) => {
+    let sampling = match (source, source.files()) {
+        (_, Some((files, directory))) => {
             let path = directory.join("generation_config.json");
-            let file = file(&path)?;
+            let file = file(&files, &path)?;
             let named = |e: Error| e.within(path.display());
             stop_tokens.extend(eos(&file).map_err(named)?);
             sampling(&file).map_err(named)?
         }
-        TokenizerSource::Vocabulary(v) => {
+        (TokenizerSource::Vocabulary(v), _) => {
             stop_tokens.extend(v.ends());
             sampling(&v.sampling).map_err(|e| e.within("general.sampling"))?
         }
-        TokenizerSource::None => SamplingOptions::default(),
+        _ => SamplingOptions::default(),
     };
     if let Some(tokenizer) = &text.tokenizer {
         stop_tokens.extend(turn_ends(tokenizer, text.template.as_ref())?);
@@ -48,11 +49,9 @@ pub(crate) fn read(spec: &Spec, source: &TokenizerSource, text: &TextFiles) -> R
 }
 
 /// The object in a file; empty if the file does not exist.
-fn file(path: &Path) -> Result<Map<String, Value>> {
-    let bytes = match file::read(path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Map::new()),
-        Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+fn file(files: &Files, path: &Path) -> Result<Map<String, Value>> {
+    let Some(bytes) = files.read(path)? else {
+        return Ok(Map::new());
     };
     serde_json::from_slice(&bytes).map_err(|e| err!(CorruptFile, "{}: {e}", path.display()))
 }

@@ -899,7 +899,8 @@ pub(super) fn load<T: Send>(
         }),
         None => None,
     };
-    let weights = Weights {
+    let mut weights = Weights {
+        locked: None,
         embedding,
         per_layer,
         blocks: (0..blocks)
@@ -912,6 +913,9 @@ pub(super) fn load<T: Send>(
         norm: loaded.vector(NORM)?,
         head: loaded.projection("lm_head")?,
     };
+    if options.mlock {
+        weights.lock()?;
+    }
     Ok((weights, sum, made))
 }
 

@@ -57,7 +57,7 @@ pub use crate::ops::sample::{Choice, SamplingOptions, TokenMask};
 pub use adapter::Adapter;
 pub use batch::{Batch, HiddenBefore, Output, Segment, Verification, Wanted};
 pub use drafter::{DrafterRows, Drafting};
-pub use families::{open, open_bytes};
+pub use families::{open, open_bytes, open_given};
 pub use options::LoadOptions;
 pub use rope::{LongRope, RopeSet};
 pub use run::Scratch;

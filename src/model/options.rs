@@ -29,6 +29,9 @@ pub struct LoadOptions {
     pub deterministic: bool,
     /// Skips the layers: loads only tokenizer, embedding, final norm and head.
     pub sampling_only: bool,
+    /// Locks the weights in host memory, so that the system never pages them out. Tables that stay in their file are not locked. On a GPU,
+    /// whose memory is never paged out and whose host tables are page-locked, this changes nothing.
+    pub mlock: bool,
 }
 
 impl LoadOptions {
@@ -44,6 +47,7 @@ impl LoadOptions {
             prefix_bytes: 0,
             deterministic: false,
             sampling_only: false,
+            mlock: false,
         }
     }
 }

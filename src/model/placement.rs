@@ -2,9 +2,8 @@
 //! loads; the caller tells the user.
 
 use std::fmt;
-use std::path::Path;
 
-use super::{Activations, Device, KvType, families, footprint, spec_of};
+use super::{Activations, Device, KvType, footprint, spec_of};
 use crate::base::ErrorKind::{DeviceUnavailable, OutOfMemory, Unsupported};
 use crate::base::size::readable;
 use crate::base::{Error, Result, host_memory};
@@ -168,12 +167,12 @@ impl fmt::Display for Placement {
     }
 }
 
-/// Loads the models at `paths`, all on one device: the GPU with the most room if they fit there, else the CPU, which `cpu` creates. If a
-/// GPU turns out unable to run them, or lacks memory, they are loaded on the CPU instead.
+/// Loads the models that `open` opens, all on one device: the GPU with the most room if they fit there, else the CPU, which `cpu` creates. If
+/// a GPU turns out unable to run them, or lacks memory, they are loaded on the CPU instead. `open` is not called if no GPU can be used.
 ///
 /// `told` receives each choice before `load` acts on it. `load` is called a second time if a GPU failed.
 pub fn load<T>(
-    paths: &[&Path],
+    open: impl FnOnce() -> Result<Vec<Box<dyn Checkpoint>>>,
     requirements: &Requirements,
     cpu: impl FnOnce() -> Result<Device>,
     told: impl Fn(&Placement),
@@ -183,7 +182,7 @@ pub fn load<T>(
         let named = |e: Error| e.within(format_args!("device 'cuda:{ordinal}'"));
         Device::cuda(ordinal).map_err(named)
     };
-    load_at(choose(paths, requirements), gpu, cpu, told, load)
+    load_at(choose(open, requirements), gpu, cpu, told, load)
 }
 
 fn load_at<T>(
@@ -212,12 +211,15 @@ fn load_at<T>(
     load(&cpu()?, &placement)
 }
 
-fn choose(paths: &[&Path], requirements: &Requirements) -> Placement {
+fn choose(
+    open: impl FnOnce() -> Result<Vec<Box<dyn Checkpoint>>>,
+    requirements: &Requirements,
+) -> Placement {
     let report = cuda::report();
     let gpus = gpus(&report);
     let needs = || {
-        paths.iter().try_fold(0, |sum, path| {
-            let needs = required_by(&*families::open(path)?, requirements)?;
+        open()?.iter().try_fold(0, |sum, checkpoint| {
+            let needs = required_by(&**checkpoint, requirements)?;
             Ok::<u64, Error>(sum + needs)
         })
     };

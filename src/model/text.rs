@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::base::{Result, alloc};
 use crate::checkpoint::{TokenizerSource, Vocabulary};
-use crate::text::{ChatTemplate, TextFiles, TokenRole, Tokenizer, VocabularySpec, read_directory};
+use crate::text::{ChatTemplate, TextFiles, TokenRole, Tokenizer, VocabularySpec, read_files};
 
 /// Calls `work` with a function that reads the text side of a checkpoint, for one of its threads. Returns the text side, empty if the
 /// checkpoint has none or the function was not called, and the result of `work`.
@@ -25,10 +25,10 @@ pub(crate) fn beside<T>(
 /// The text side of a checkpoint, empty if it has none. A chat template that cannot be used causes a warning here, and an error when it is
 /// rendered.
 pub(super) fn read(source: &TokenizerSource) -> Result<TextFiles> {
-    let files = match source {
-        TokenizerSource::None => TextFiles::default(),
-        TokenizerSource::Directory(directory) => read_directory(directory)?,
-        TokenizerSource::Vocabulary(vocabulary) => read_vocabulary(vocabulary)?,
+    let files = match (source, source.files()) {
+        (_, Some((files, directory))) => read_files(&files, directory)?,
+        (TokenizerSource::Vocabulary(vocabulary), _) => read_vocabulary(vocabulary)?,
+        _ => TextFiles::default(),
     };
     if let Some(fault) = files.template.as_ref().and_then(ChatTemplate::fault) {
         tracing::warn!("{fault}; conversations that need that template will be refused");

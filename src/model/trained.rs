@@ -133,6 +133,7 @@ fn weights(
         })
     });
     Ok(Weights {
+        locked: None,
         per_layer: None,
         blocks: blocks.collect::<Result<_>>()?,
         drafter: None,

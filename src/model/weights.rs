@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::spec::Spec;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::locked::Locked;
 use crate::checkpoint::{Checkpoint, Entry};
 use crate::ops::Array;
 use crate::ops::delta::DeltaWeights;
@@ -346,6 +347,8 @@ pub enum Embedding {
 
 /// All of a model's weights.
 pub struct Weights {
+    /// The lock of the memory below, if it was asked for. The first field, because it is dropped before the memory.
+    pub locked: Option<Locked>,
     /// The embedding table.
     pub embedding: Embedding,
     /// The per-layer embeddings, if the model has them; `None` when loaded for sampling only.
@@ -513,6 +516,15 @@ impl Weights {
         table
             + self.linears().map(Linear::bytes).sum::<usize>()
             + vectors.map(Array::bytes).sum::<usize>()
+    }
+
+    /// Locks them in host memory: all, or none if that fails.
+    pub fn lock(&mut self) -> Result<()> {
+        let linears = self.linears().map(Linear::host_bytes);
+        let vectors = self.vectors().chain(self.value_norms());
+        let parts: Vec<&[u8]> = linears.chain(vectors.map(Array::host_bytes)).collect();
+        self.locked = Some(Locked::new(&parts)?);
+        Ok(())
     }
 
     /// The norms of values, which are ones and no parameters of the model.

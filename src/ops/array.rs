@@ -12,7 +12,7 @@ use half::bf16;
 use super::Device;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::base::memory::{Buffer, Plain, Tag};
+use crate::base::memory::{Buffer, Plain, Tag, as_bytes};
 use crate::base::size::product;
 use crate::cuda::{DeviceBuffer, DeviceSlice};
 
@@ -167,6 +167,14 @@ impl<E: Element> Array<E> {
     /// Whether it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The bytes in host memory; none on a GPU.
+    pub fn host_bytes(&self) -> &[u8] {
+        match &self.memory {
+            Memory::Host(values) => as_bytes(values),
+            Memory::Cuda(_) => &[],
+        }
     }
 
     /// Bytes held.

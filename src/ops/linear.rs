@@ -194,6 +194,14 @@ impl Linear {
         }
     }
 
+    /// The bytes in host memory of a weight that is not trained; none on a GPU.
+    pub fn host_bytes(&self) -> &[u8] {
+        match &self.weight {
+            Weight::Cpu(packed) => packed.stored(),
+            Weight::Trained(_) | Weight::Cuda(_) => &[],
+        }
+    }
+
     /// Type of the stored values.
     pub fn kind(&self) -> WeightType {
         match &self.weight {

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use serde_json::Value;
 
 use super::{ChatTemplate, TokenRole, Tokenizer};
+use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::base::{Error, Result, file};
+use crate::base::files::Files;
 
 /// The tokenizer, chat template and special tokens of a model directory.
 #[derive(Clone, Debug, Default)]
@@ -25,24 +26,27 @@ pub struct TextFiles {
     pub roles: Vec<(TokenRole, u32)>,
 }
 
-/// Reads the text files of `directory`. Missing files give `None`. A broken file is an error, except for a template: that fails when it is
-/// rendered.
-pub fn read_directory(directory: &Path) -> Result<TextFiles> {
-    let tokenizer = directory.join("tokenizer.json");
-    let tokenizer = match tokenizer.exists() {
-        true => Some(Arc::new(Tokenizer::from_file(&tokenizer)?)),
-        false => None,
+/// Reads the text files in `directory` of `files`. Missing files give `None`. A broken file is an error, except for a template: that fails
+/// when it is rendered.
+pub fn read_files(files: &Files, directory: &Path) -> Result<TextFiles> {
+    let path = directory.join("tokenizer.json");
+    let tokenizer = match files.read(&path)? {
+        Some(json) => {
+            let tokenizer = Tokenizer::from_json(&json).map_err(|e| e.within(path.display()))?;
+            Some(Arc::new(tokenizer))
+        }
+        None => None,
     };
-    let config = json(&directory.join("tokenizer_config.json"))?.unwrap_or_default();
+    let config = json(files, &directory.join("tokenizer_config.json"))?.unwrap_or_default();
     let (bos, eos) = (
         token_in(&config, "bos_token"),
         token_in(&config, "eos_token"),
     );
     let roles = match &tokenizer {
-        Some(tokenizer) => roles(directory, &config, tokenizer),
+        Some(tokenizer) => roles(files, directory, &config, tokenizer),
         None => Vec::new(),
     };
-    let template = match sources(directory, &config) {
+    let template = match sources(files, directory, &config) {
         Ok(None) => None,
         Ok(Some(sources)) => Some(ChatTemplate::named(
             &sources,
@@ -68,8 +72,13 @@ fn token_in(config: &Value, key: &str) -> Option<String> {
 }
 
 /// The tokens with a role. A map of special tokens that cannot be read causes a warning.
-fn roles(directory: &Path, config: &Value, tokenizer: &Tokenizer) -> Vec<(TokenRole, u32)> {
-    let map = json(&directory.join("special_tokens_map.json")).unwrap_or_else(|e| {
+fn roles(
+    files: &Files,
+    directory: &Path,
+    config: &Value,
+    tokenizer: &Tokenizer,
+) -> Vec<(TokenRole, u32)> {
+    let map = json(files, &directory.join("special_tokens_map.json")).unwrap_or_else(|e| {
         tracing::warn!("{e}; roles of special tokens may be missing");
         None
     });
@@ -85,18 +94,22 @@ fn roles(directory: &Path, config: &Value, tokenizer: &Tokenizer) -> Vec<(TokenR
 const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
 /// The templates of a directory, by name, in the order of preference of transformers: separate files first.
-fn sources(directory: &Path, config: &Value) -> Result<Option<Vec<(String, String)>>> {
+fn sources(
+    files: &Files,
+    directory: &Path,
+    config: &Value,
+) -> Result<Option<Vec<(String, String)>>> {
     let mut found = Vec::new();
-    if let Some(source) = text(&directory.join("chat_template.jinja"))? {
+    if let Some(source) = text(files, &directory.join("chat_template.jinja"))? {
         found.push(("default".to_owned(), source));
     }
-    if let Some(source) = text(&directory.join(TOOL_TEMPLATE))? {
+    if let Some(source) = text(files, &directory.join(TOOL_TEMPLATE))? {
         found.push(("tool_use".to_owned(), source));
     }
     if !found.is_empty() {
         return Ok(Some(found));
     }
-    match json(&directory.join("chat_template.json"))? {
+    match json(files, &directory.join("chat_template.json"))? {
         Some(file) => named(&file["chat_template"]),
         None => named(&config["chat_template"]),
     }
@@ -129,18 +142,15 @@ fn named(value: &Value) -> Result<Option<Vec<(String, String)>>> {
     }
 }
 
-fn text(path: &Path) -> Result<Option<String>> {
-    match file::read(path) {
-        Ok(bytes) => Ok(Some(
-            super::utf8(&path.display().to_string(), &bytes)?.to_owned(),
-        )),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(format_args!("reading {}", path.display()), e)),
-    }
+fn text(files: &Files, path: &Path) -> Result<Option<String>> {
+    files
+        .read(path)?
+        .map(|bytes| super::utf8(&path.display().to_string(), &bytes).map(str::to_owned))
+        .transpose()
 }
 
-fn json(path: &Path) -> Result<Option<Value>> {
-    text(path)?
+fn json(files: &Files, path: &Path) -> Result<Option<Value>> {
+    text(files, path)?
         .map(|t| serde_json::from_str(&t).map_err(|e| err!(CorruptFile, "{}: {e}", path.display())))
         .transpose()
 }

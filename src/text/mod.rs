@@ -27,7 +27,7 @@ mod vocabulary;
 
 pub use answer::{AnswerForm, AnswerParser, AnswerStage, Event, Reasoning};
 pub use detokenizer::Detokenizer;
-pub use directory::{TextFiles, read_directory};
+pub use directory::{TextFiles, read_files};
 pub use grammar::{Grammar, GrammarSource, GrammarState, GrammarVocabulary};
 pub use message::{
     Content, Message, kind, messages_from_json, messages_from_values, messages_to_json,

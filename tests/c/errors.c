@@ -497,6 +497,8 @@ static void models(NVFP4_Model *model, const char *path)
     BAD(NVFP4_ABI_MISMATCH, NVFP4_load_options_init, &options, 0);
     OK(NVFP4_load_options_init(&options, sizeof options));
     OK(NVFP4_quantize_options_init(&quantize, sizeof quantize));
+    /* tests/c/memory.c has more of these. */
+    BAD(invalid, NVFP4_model_load_files, NULL, 1, sizeof(NVFP4_ModelFile), NULL, NULL, &none);
     BAD(invalid, NVFP4_model_load, NULL, 4, NULL, NULL, &none);
     BAD(invalid, NVFP4_model_load, path, strlen(path), NULL, NULL, NULL);
     BAD(invalid, NVFP4_model_load, "a\0b", 3, NULL, NULL, &none);

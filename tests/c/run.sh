@@ -335,7 +335,7 @@ storms=2000
 # The programs to run, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
 for std in c99 c11; do
-    for name in logging tensors linear schema drop_in sessions queue conversation training errors calls cancel; do
+    for name in logging tensors linear schema drop_in memory sessions queue conversation training errors calls cancel; do
         check "$name compiles as $std" compile $std $name $name.c
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
@@ -367,6 +367,7 @@ check "benches/c/train.c with a configuration" "$work/measure_train" "${model%/*
 programs+=("logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work/linear-c11"
     "schema $work/schema-c11" "drop_in $work/drop_in-c11" "two_units $work/two_units-c11"
     "errors $work/errors-c11 $work/declared $model" "sessions $work/sessions-c11 $model $work/scratch"
+    "memory $work/memory-c11 ${model%/*}/qwen3_untied $work/scratch"
     "queue $work/queue-c11 $model $storms"
     "conversation $work/conversation-c11 $thinker $model $work/scratch"
     "training $work/training-c11 $model ${model%/*}/qwen3_untied $work/scratch"

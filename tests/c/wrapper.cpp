@@ -328,6 +328,54 @@ struct Own {
     int number;
 };
 
+std::vector<std::uint8_t> content(const std::string &place)
+{
+    std::ifstream file(place, std::ios::binary);
+    CHECK(file.good());
+    return std::vector<std::uint8_t>(std::istreambuf_iterator<char>(file), {});
+}
+
+/* The files of a model as bytes of both kinds and behind functions, which fail in some of the calls. */
+void from_files(const std::string &path, const nvfp4::LoadOptions &load)
+{
+    const std::vector<std::uint8_t> config = content(path + "/config.json"), tokenizer = content(path + "/tokenizer.json"),
+                                    weights = content(path + "/model.safetensors");
+    int released = 0;
+    std::atomic<int> reads{0};
+    const auto files = [&](bool fails) {
+        std::vector<nvfp4::ModelFile> all;
+        all.push_back(nvfp4::ModelFile::view("config.json", config, [&] { released++; }));
+        all.push_back(nvfp4::ModelFile::owned("tokenizer.json", tokenizer));
+        const auto read = [&, fails](std::uint64_t offset, void *out, std::size_t size) {
+            if (fails && ++reads > 3)
+                throw Own{3};
+            std::copy_n(weights.begin() + static_cast<std::ptrdiff_t>(offset), size, static_cast<std::uint8_t *>(out));
+            return size;
+        };
+        all.push_back(nvfp4::ModelFile::reader("model.safetensors", weights.size(), read, [&] { released++; }));
+        return all;
+    };
+    {
+        const nvfp4::Model model = nvfp4::Model::load_files(files(false), load);
+        CHECK(model.tokenize("Hello") == nvfp4::Model(path, load).tokenize("Hello"));
+    }
+    CHECK(released == 2);
+    try {
+        nvfp4::Model::load_files(files(true), load);
+        CHECK(false);
+    } catch (const nvfp4::Error &error) {
+        CHECK(error.status() == NVFP4_IO && has(error.what(), "of model.safetensors: its read returned -1"));
+    }
+    CHECK(released == 4);
+    CHECK(status_of([&] {
+              nvfp4::Model::load_files(files(false), load, nullptr, [](std::uint64_t, std::uint64_t) { return false; });
+          }) == NVFP4_CANCELLED);
+    CHECK(released == 6);
+    CHECK(status_of([&] { nvfp4::Model::load_files({}, load); }) == NVFP4_INVALID_ARGUMENT);
+    files(false).clear();
+    CHECK(released == 8);
+}
+
 void sessions(const std::string &path, const std::string &scratch)
 {
     nvfp4::LoadOptions load;
@@ -337,6 +385,7 @@ void sessions(const std::string &path, const std::string &scratch)
     load.device_type = NVFP4_DEVICE_CPU;
     CHECK(nvfp4::Model(path, load).info().find("\"device_choice\":null") != std::string::npos);
     const nvfp4::QuantizeOptions quantize;
+    from_files(path, load);
     int calls = 0;
     nvfp4::Model model(path, load, &quantize, [&](std::uint64_t done, std::uint64_t total) {
         CHECK(done <= total);

@@ -65,6 +65,7 @@ void sessions(const char *path)
     CHECK(failed(nvfp4::Model::load("/nowhere"), NVFP4_NOT_FOUND));
     const nvfp4::LoadOptions load;
     CHECK(failed(nvfp4::Model::load(path, load, nullptr, [](std::uint64_t, std::uint64_t) { return false; }), NVFP4_CANCELLED));
+    CHECK(failed(nvfp4::Model::load_files({}, load), NVFP4_INVALID_ARGUMENT));
     nvfp4::Result<nvfp4::Model> model = nvfp4::Model::load(path);
     CHECK(model && model->statistics()->passes == 0);
     CHECK(model && *model->vocab_size() == 320 && model->info() && model->tokenize("Hello")->size() > 0);

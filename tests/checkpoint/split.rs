@@ -3,7 +3,10 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use NVFP4::base::Result;
+use NVFP4::base::files::{FileContent, GivenFiles};
 use NVFP4::checkpoint::{Checkpoint, Encoding};
 use NVFP4::model;
 
@@ -189,6 +192,7 @@ fn any_part_and_the_directory_open_the_whole_model() {
                 let split = model::open(path).unwrap_or_else(|e| panic!("{e}"));
                 same(&*split, &*whole);
             }
+            same(&*given(&paths).unwrap(), &*whole);
             std::fs::write(scratch.0.join("mmproj-F16.gguf"), "no model").unwrap();
             same(&*model::open(&scratch.0).unwrap(), &*whole);
         };
@@ -197,6 +201,30 @@ fn any_part_and_the_directory_open_the_whole_model() {
         compare(&without_first);
         compare(&by_name);
     }
+}
+
+/// The files at `paths`, given by their names alone.
+fn given(paths: &[PathBuf]) -> Result<Box<dyn Checkpoint>> {
+    let files = paths.iter().map(|path| {
+        let content: Arc<dyn FileContent> = Arc::new(std::fs::read(path).unwrap());
+        let name = path.file_name().unwrap().to_str().unwrap();
+        (name.to_owned(), content)
+    });
+    model::open_given(&GivenFiles::new(files)?)
+}
+
+#[test]
+fn a_part_that_is_not_given_is_missing() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/checkpoint/llama.gguf");
+    let scratch = Scratch::new();
+    let bytes = std::fs::read(&golden).unwrap();
+    let mut paths = write_split(&bytes, &scratch.0, |i, _| i % 3);
+    // On disk it is still there.
+    let name = paths.remove(1);
+    let name = name.file_name().unwrap().to_str().unwrap();
+    let e = given(&paths).err().unwrap();
+    let said = format!("the model of the given files: {name} is missing");
+    assert!(e.message().starts_with(&said), "{e}");
 }
 
 /// Names are bytes: the part before the numbers need not be UTF-8.

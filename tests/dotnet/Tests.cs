@@ -56,6 +56,7 @@ static partial class Tests
             Run("processors of logits", Processors);
             Run("pools", Pools);
             Run("exceptions from handlers", HandlersThrow);
+            Run("files in memory", FilesInMemory);
             Run("typed exceptions", TypedExceptions);
             Run("conversations", Conversations);
             Run("turns of a model that thinks", Turns);
@@ -1057,6 +1058,83 @@ static partial class Tests
         }
         var loading = new Special();
         Check(ReferenceEquals(loading, Throws<Special>(() => Model.Load(modelPath, null, null, (done, total) => ThrowSpecial(loading)))));
+    }
+
+    /// A stream that fails once it is told to, and counts how often it is closed.
+    sealed class Failing : MemoryStream
+    {
+        internal volatile Exception Fault;
+        internal int Closed;
+
+        internal Failing(byte[] content) : base(content, false)
+        {
+        }
+
+        public override int Read(byte[] to, int offset, int count)
+        {
+            if (Fault != null)
+                throw Fault;
+            // Less than asked for, as streams may give.
+            return base.Read(to, offset, Math.Min(count, 1000));
+        }
+
+        protected override void Dispose(bool disposing)
+        {
+            Closed++;
+            base.Dispose(disposing);
+        }
+    }
+
+    static void FilesInMemory()
+    {
+        var cpu = new LoadOptions { Device = Device.Cpu };
+        // Its embedding stays in its file.
+        string folder = Path.Combine(Path.GetDirectoryName(modelPath.TrimEnd('/')), "qwen3_untied");
+        byte[] config = File.ReadAllBytes(Path.Combine(folder, "config.json"));
+        byte[] weights = File.ReadAllBytes(Path.Combine(folder, "model.safetensors"));
+        Func<Model, string> logits = loaded =>
+        {
+            using (var session = new Session(loaded))
+            {
+                session.Prefill(new[] { 1, 5, 9 });
+                return string.Join(" ", session.Logits);
+            }
+        };
+        string want;
+        using (Model disk = Model.Load(folder, cpu))
+            want = logits(disk);
+        Func<ModelFile, ModelFile[]> files = content => new[] { new ModelFile("config.json", config), content };
+        using (Model bytes = Model.LoadFiles(files(new ModelFile("model.safetensors", weights)), cpu))
+            Same(want, logits(bytes));
+#if NETCOREAPP
+        using (Model memory = Model.LoadFiles(files(new ModelFile("model.safetensors", new ReadOnlyMemory<byte>(weights))), cpu))
+            Same(want, logits(memory));
+#endif
+        var stream = new Failing(weights);
+        using (Model streamed = Model.LoadFilesAsync(files(new ModelFile("model.safetensors", stream)), cpu).Result)
+        {
+            Same(want, logits(streamed));
+            stream.Fault = new Special();
+            Throws<Nvfp4IOException>(() => logits(streamed), "of model.safetensors: its read returned -1");
+            stream.Fault = null;
+            Same(want, logits(streamed));
+            Same(0, stream.Closed);
+        }
+        Same(1, stream.Closed);
+        var broken = new Failing(weights) { Fault = new Special() };
+        Check(ReferenceEquals(broken.Fault, Throws<Special>(() => Model.LoadFiles(files(new ModelFile("model.safetensors", broken)), cpu))));
+        Same(1, broken.Closed);
+        var kept = new Failing(weights);
+        Throws<OperationCanceledException>(() =>
+        {
+            var source = new CancellationTokenSource();
+            Model.LoadFiles(files(new ModelFile("model.safetensors", kept, true)), cpu, null, (done, total) => source.Cancel(), source.Token);
+        });
+        Same(0, kept.Closed);
+        Throws<Nvfp4ArgumentException>(() => Model.LoadFiles(new ModelFile[0]), "no files are given");
+        Throws<Nvfp4CorruptFileException>(() => Model.LoadFiles(files(new ModelFile("model.safetensors", new byte[9])), cpu), "model.safetensors");
+        Throws<ArgumentNullException>(() => Model.LoadFiles(null));
+        Throws<ArgumentException>(() => Model.LoadFiles(new ModelFile[] { null }));
     }
 
     static void TypedExceptions()

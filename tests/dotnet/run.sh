@@ -357,9 +357,16 @@ queue_programs() {
     csc queue.dll -r:LibNVFP4.dll queue.cs && "$sdk/dotnet" queue.dll | sort | diff expected -
 }
 
+# The programs of docs/hosts.md with a model from memory.
+memory_programs() {
+    program_of_page 3 fsharp "$work/first/memory.fsx" && program_of_page 3 csharp "$work/first/memory.cs" && cd "$work/first" || return 1
+    [ "$("$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec memory.fsx)" = 好語😀é ] || return 1
+    csc memory.dll -r:LibNVFP4.dll memory.cs && [ "$("$sdk/dotnet" memory.dll)" = 好語😀é ]
+}
+
 # The C# program of docs/hosts.md that lends its threads.
 pool_program() {
-    program_of_page 3 csharp "$work/first/pool.cs" && grep -q Pool "$work/first/pool.cs" && cd "$work/first" &&
+    program_of_page 4 csharp "$work/first/pool.cs" && grep -q Pool "$work/first/pool.cs" && cd "$work/first" &&
         csc pool.dll -r:LibNVFP4.dll pool.cs && [ "$("$sdk/dotnet" pool.dll)" = 好語😀é ]
 }
 
@@ -439,6 +446,7 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     check "F# persistent conversation" persistent
     check "first programs of docs/hosts.md" first_programs
     check "programs of docs/hosts.md with queues" queue_programs
+    check "programs of docs/hosts.md with a model from memory" memory_programs
     check "program of docs/hosts.md with a pool" pool_program
     check "programs of the pages" page_programs
     for dotnet in "$sdk/dotnet" $(command -v dotnet); do

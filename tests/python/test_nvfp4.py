@@ -14,6 +14,7 @@ import fcntl
 import gc
 import gzip
 import importlib.util
+import io
 import json
 import math
 import os
@@ -818,6 +819,76 @@ class Models(unittest.TestCase):
             nvfp4.convert(self.reciting, path + ".dat", container="dat", tables="int8")
         with self.assertRaises(nvfp4.InputOutput):
             nvfp4.convert(GOLDEN, "/dev/null/x")
+
+    def test_files_in_memory(self):
+        """A model of buffers, file objects and functions says what the one on disk does, and lets go of them all."""
+        untied = os.path.join(ROOT, "tests", "golden", "model", "qwen3_untied")  # Its embedding stays in its file.
+        names = ("config.json", "model.safetensors")
+        contents = {}
+        for name in names:
+            with open(os.path.join(untied, name), "rb") as file:
+                contents[name] = file.read()
+        config, weights = (contents[name] for name in names)
+
+        def logits(model):
+            session = model.session()
+            session.prefill([1, 5, 9])
+            return session.logits()
+
+        def read(offset, size):
+            return weights[offset:offset + size]
+
+        want = logits(nvfp4.Model(untied, device="cpu"))
+        lent = bytearray(weights)
+        for content in (weights, lent, memoryview(weights), array.array("B", weights), io.BytesIO(weights), (len(weights), read)):
+            model = nvfp4.Model.from_files({"config.json": config, "model.safetensors": content}, device="cpu")
+            self.assertEqual(logits(model), want)
+            if content is lent:
+                self.assertRaises(BufferError, lent.append, 0)
+            model.close()
+        lent.append(0)
+        with open(os.path.join(untied, "model.safetensors"), "rb") as file:
+            model = nvfp4.Model.from_files({"config.json": config, "model.safetensors": file}, device="cpu")
+            self.assertEqual(logits(model), want)
+            model.close()
+
+        fails = []
+
+        def failing(offset, size):
+            if fails:
+                raise ZeroDivisionError("mine")
+            return read(offset, size)
+
+        model = nvfp4.Model.from_files({"config.json": config, "model.safetensors": (len(weights), failing)}, device="cpu")
+        fails.append(True)
+        with self.assertRaisesRegex(nvfp4.InputOutput, "of model.safetensors: its read returned -1"):
+            logits(model)
+        fails.clear()
+        self.assertEqual(logits(model), want)
+        fails.append(True)
+        with self.assertRaisesRegex(ZeroDivisionError, "mine"):
+            nvfp4.Model.from_files({"config.json": config, "model.safetensors": (len(weights), failing)}, device="cpu")
+        with self.assertRaisesRegex(nvfp4.InputOutput, "model.safetensors: its read gave 0 bytes"):
+            nvfp4.Model.from_files({"config.json": config, "model.safetensors": (len(weights), lambda offset, size: b"")}, device="cpu")
+        with self.assertRaisesRegex(ValueError, "model.safetensors: .* bytes were read at 0"):
+            nvfp4.Model.from_files({"config.json": config, "model.safetensors": (len(weights), lambda offset, size: weights)}, device="cpu")
+        with self.assertRaisesRegex(nvfp4.CorruptFile, "model.safetensors: "):
+            nvfp4.Model.from_files({"config.json": config, "model.safetensors": weights[:-1]})
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "'/config.json' is not the name"):
+            nvfp4.Model.from_files({"/config.json": config})
+        self.assertRaises(nvfp4.InvalidArgument, nvfp4.Model.from_files, {})
+        self.assertRaises(nvfp4.Cancelled, nvfp4.Model.from_files, contents, progress=lambda done, total: False)
+        self.assertRaises(TypeError, nvfp4.Model.from_files, {"config.json": config, "model.safetensors": 7})
+        self.assertRaises(TypeError, nvfp4.Model.from_files, contents, quantize={"colour": 1})
+        model.close()
+        gc.collect()
+        self.assertEqual(nvfp4._files._used, {})
+        # The interpreter ends while a model has files.
+        code = f"import nvfp4\nread = lambda name: open({untied!r} + '/' + name, 'rb')\n" \
+               f"model = nvfp4.Model.from_files({{name: read(name) for name in {names!r}}}, device='cpu')\nsession = model.session()\n" \
+               "session.prefill([1, 2])\nprint(len(session))"
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PACKAGE})
+        self.assertEqual((ended.returncode, ended.stdout, ended.stderr), (0, "2\n", ""))
 
     def test_calibrating(self):
         """Tables become int8, progress never falls, and a call that was stopped leaves nothing in the way of the next."""

@@ -53,6 +53,15 @@ def once(logits: "memoryview[float]", tokens: "memoryview[int]", index: int) -> 
         logits[token] = -1.5 - index
 
 
+def models_from_memory() -> None:
+    with open("model.safetensors", "rb") as file:
+        model = nvfp4.Model.from_files({"config.json": b"{}", "model.safetensors": file, "a": (3, lambda offset, size: b"abc")}, device="cpu")
+    assert_type(model, nvfp4.Model)
+
+    nvfp4.Model.from_files({"config.json": "{}"})  # type: ignore[dict-item]
+    nvfp4.Model.from_files({"config.json": b"{}"}, devices="cpu")  # type: ignore[call-arg]
+
+
 def sessions() -> None:
     model = nvfp4.Model(pathlib.Path("model"), quantize={"recipe": "amax"}, device="cuda:1", activations="int8")
     adapter = nvfp4.Adapter(model, pathlib.Path("adapter"), cancel=nvfp4.Cancel())

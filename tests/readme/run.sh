@@ -71,6 +71,19 @@ processors() {
         ! cmp -s "$folder/c" "$folder/other"
 }
 
+# The C++ and Python programs of the page with a model from memory.
+from_memory() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    local language
+    for language in cpp python; do
+        awk -v fence="\`\`\`$language" '$0 == fence { on = 1; text = ""; next }
+            /^```/ { if (on && text ~ /load_files|from_files/) printf "%s", text; on = 0 } on { text = text $0 "\n" }' docs/hosts.md >"$work/memory.$language"
+        [ -s "$work/memory.$language" ] || return 1
+    done
+    g++ -std=c++17 -pedantic-errors -Wall -Werror -Iinclude "$work/memory.cpp" -o "$work/memory" -L"$build" -lNVFP4 -Wl,-rpath,"$build" -pthread &&
+        answers "Because. " "$work/memory" && answers "Because. " python3 "$work/memory.python"
+}
+
 # The Python program of the page that lends its threads.
 pool_example() {
     export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
@@ -181,7 +194,8 @@ check "the C++ program with coroutines answers" coroutine_example
 check "the Python program answers" python_example
 check "the asyncio program answers" asyncio_example
 check "the programs with a processor of logits" processors
-check "Python program of docs/hosts.md with a pool" pool_example
+check "the programs with a model from memory" from_memory
+check "the Python program with a pool" pool_example
 check "the environment variables" environment
 check "the links" links
 check "every block of code" every_block

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use NVFP4::base::files::Files;
 use NVFP4::text::TokenRole::{self, *};
-use NVFP4::text::{AnswerForm, ChatTemplate, Tokenizer, read_directory, special_tokens};
+use NVFP4::text::{AnswerForm, ChatTemplate, Tokenizer, read_files, special_tokens};
 
 use super::golden;
 use super::turn_ends::{CONTROL, USER_DEFINED, tokenizer};
@@ -147,7 +148,7 @@ fn the_files_of_a_directory_name_roles() {
     let map = r#"{"bos_token": "<|im_start|>", "pad_token": "<|im_start|>", "mask_token": {"content": "<think>"}}"#;
     write("special_tokens_map.json", map);
     let named = || {
-        let files = read_directory(&directory).unwrap();
+        let files = read_files(&Files::Disk, &directory).unwrap();
         let tokenizer = files.tokenizer.unwrap();
         let roles = files.roles.into_iter();
         let named = roles.map(|(role, id)| (role, tokenizer.text_of(id).unwrap()));

@@ -71,6 +71,14 @@ module Model =
     /// Loads a model to a device.
     let loadOn (device: Device) (path: string) = Model.Load(path, LoadOptions(Device = device))
 
+    /// Loads a model from files in memory, by their names in its directory.
+    let loadFiles (files: (string * byte[]) seq) =
+        Model.LoadFiles(files |> Seq.map (fun (name, content) -> ModelFile(name, content)))
+
+    /// Loads a model from streams, by the names of files in its directory. They are closed when the library needs them no more.
+    let loadStreams (streams: (string * System.IO.Stream) seq) =
+        Model.LoadFiles(streams |> Seq.map (fun (name, content) -> ModelFile(name, content)))
+
     /// Loads a model, or says why not.
     let tryLoad (path: string) =
         try

@@ -99,6 +99,44 @@ namespace LibNVFP4
             ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken)) =>
             Interop.OnThread(() => Load(path, options, quantize, progress, cancellation), cancellation);
 
+        /// <summary>Loads a model from files that the host gives: those of a model's directory, by their names.</summary>
+        /// <param name="files">The files, such as config.json, tokenizer.json and model.safetensors.</param>
+        /// <param name="options">As for <see cref="Load"/>.</param>
+        /// <param name="quantize">As for <see cref="Load"/>.</param>
+        /// <param name="progress">As for <see cref="Load"/>.</param>
+        /// <param name="cancellation">As for <see cref="Load"/>.</param>
+        public static Model LoadFiles(IEnumerable<ModelFile> files, LoadOptions options = null, QuantizeOptions quantize = null,
+            ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken))
+        {
+            var given = new GivenFiles(files);
+            ModelHandle handle = null;
+            using (var call = new Call(cancellation, progress))
+            {
+                // Made once: the call releases the files whatever comes of it.
+                int status = Library.After(() =>
+                {
+                    NativeLoadOptions raw = (options ?? new LoadOptions()).Raw;
+                    raw.Call = call.Options;
+                    NativeQuantizeOptions rawQuantize = quantize == null ? default(NativeQuantizeOptions) : quantize.Raw;
+                    return given.Give((at, count, size) =>
+                    {
+                        NativeLoadOptions how = raw;
+                        NativeQuantizeOptions form = rawQuantize;
+                        return Native.NVFP4_model_load_files(at, count, size, &how, quantize == null ? null : &form, out handle);
+                    });
+                });
+                if (status != (int)Status.Ok)
+                    given.Rethrow();
+                call.Finish(status);
+            }
+            return new Model(handle);
+        }
+
+        /// <summary>The same, on a thread of its own.</summary>
+        public static Task<Model> LoadFilesAsync(IEnumerable<ModelFile> files, LoadOptions options = null, QuantizeOptions quantize = null,
+            ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken)) =>
+            Interop.OnThread(() => LoadFiles(files, options, quantize, progress, cancellation), cancellation);
+
         /// <summary>Says what a model and its sessions take of memory, without loading it: reads the headers of its files, in milliseconds.</summary>
         /// <param name="path">Where it is, as for <see cref="Load"/>.</param>
         /// <param name="options">How it will be loaded; null for the defaults of <see cref="Load"/>.</param>

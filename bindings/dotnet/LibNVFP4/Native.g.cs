@@ -45,6 +45,17 @@ namespace LibNVFP4
     [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
     internal delegate void PoolRelease(IntPtr user);
 
+    // Reads `size` bytes of a file from `offset` on into `out`, all of which are in the file. Returns the number of bytes read: fewer than
+    // `size` are an error, and so is a negative number, which the message of the error has. Called from several threads at the same time,
+    // threads of the library among them. It must return, and must not call the library.
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate long FileRead(IntPtr user, ulong offset, IntPtr result, UIntPtr size);
+
+    // Tells the host that the library does not use a file any more. Called on any thread, also during NVFP4_model_load_files() and the
+    // release of a model or a session. It must return, and must not call the library.
+    [UnmanagedFunctionPointer(CallingConvention.Cdecl)]
+    internal delegate void FileRelease(IntPtr user);
+
     // Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
     // #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
     //
@@ -211,6 +222,13 @@ namespace LibNVFP4
         // Threads of the host that work for the model on the CPU, in place of the library's: a handle of NVFP4_pool_create(), or NULL for
         // none. Not together with `threads`. Ignored on a GPU. Default: NULL.
         internal IntPtr Pool;
+        // 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+        // #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow for them;
+        // nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is
+        // never paged out. Default: 0.
+        internal int Mlock;
+        // Reserved; 0.
+        internal int Reserved;
     }
 
     // Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
@@ -358,6 +376,27 @@ namespace LibNVFP4
         internal byte* Content;
         // Bytes of `content`.
         internal UIntPtr ContentLength;
+    }
+
+    // A file of a model that the host gives: its bytes in `data`, or a function that reads them. Later versions may add fields at the end:
+    // NVFP4_model_load_files() also takes the size of an element.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeModelFile
+    {
+        // Its name in the model's directory, in UTF-8, such as config.json. Copied.
+        internal byte* Name;
+        // Bytes of `name`.
+        internal UIntPtr NameLength;
+        // The content, which must stay and not change until `release` is called; NULL if `read` gives it.
+        internal IntPtr Data;
+        // Bytes of the content.
+        internal ulong Size;
+        // Reads the content; NULL if `data` is it. May be called until `release` is.
+        internal IntPtr Read;
+        // Called once when the library does not use the file any more; NULL for no call.
+        internal IntPtr Release;
+        // The first argument of `read` and `release`.
+        internal IntPtr User;
     }
 
     // How to calibrate a model. Fill with NVFP4_calibrate_options_init(), then change what is to differ. Paths are read during the call
@@ -1682,6 +1721,24 @@ namespace LibNVFP4
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_model_render_chat(ModelHandle model, NativeMessage* messages, UIntPtr count, UIntPtr messageSize,
             int addGenerationPrompt, byte* buffer, UIntPtr capacity, UIntPtr* length);
+
+        // Models from memory: files that the host gives under their names, as bytes or behind a function that reads them.
+
+        // Loads a model from files that the host gives: those of a model's directory by their names - config.json, tokenizer.json and
+        // others of text, the weights as `.safetensors` with or without an index, as `.gguf` or as `.dat` - as NVFP4_model_load() loads a
+        // directory. Nothing is written, and bytes in memory are not copied as a whole. Sessions that were saved with a model from disk are
+        // restored with the same model from memory, and the other way round.
+        //
+        // - `files`, `count`: the files, at least one, each of `file_size` bytes, which is sizeof(NVFP4_ModelFile).
+        // - `options`: NULL for the defaults.
+        // - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
+        //
+        // `release` of every file is called once, also if the call fails; only if `files` is no array of elements of `file_size` bytes, the
+        // library cannot know the functions and calls none. A `read` that fails, or reads less, ends the call with #NVFP4_IO and a message
+        // with the file, the offset and the bytes. A later call whose tokens need the file fails the same way.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_load_files(NativeModelFile* files, UIntPtr count, UIntPtr fileSize,
+            NativeLoadOptions* options, NativeQuantizeOptions* quantize, out ModelHandle result);
 
         // Converting models: from disk to NVFP4 on disk, by their weights alone or calibrated by text.
 

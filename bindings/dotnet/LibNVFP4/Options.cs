@@ -179,6 +179,9 @@ namespace LibNVFP4
             }
         }
 
+        /// <summary>Whether to lock the weights in host memory, so that the system never pages them out. An Nvfp4OutOfMemoryException says which limit is in the way. Without effect on a GPU. Default: no.</summary>
+        public bool Mlock { get => Raw.Mlock != 0; set => Raw.Mlock = Interop.Flag(value); }
+
         Pool pool;
     }
 

@@ -8,11 +8,12 @@ from typing import Any, Dict, NamedTuple, Tuple
 
 __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
-    "FUNCTIONS", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions", "LogCallback", "LogRelease",
-    "LogitsEvent", "LogitsProcessor", "Message", "MicroBatch", "ModelStatistics", "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions",
-    "PoolRelease", "PoolSubmit", "PoolTask", "ProgressCallback", "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES",
-    "SchemaResult", "SessionOptions", "SpecialToken", "Status", "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent",
-    "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
+    "FUNCTIONS", "FileRead", "FileRelease", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions",
+    "LogCallback", "LogRelease", "LogitsEvent", "LogitsProcessor", "Message", "MicroBatch", "ModelFile", "ModelStatistics", "NamedTensor",
+    "OptimizerOptions", "Plan", "PlanOptions", "PoolRelease", "PoolSubmit", "PoolTask", "ProgressCallback", "QuantizeOptions", "QueueEvent",
+    "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "SpecialToken", "Status", "StepOptions", "StepReport",
+    "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH",
+    "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -658,6 +659,11 @@ class LoadOptions(Structure):
       such blocks. Default: 0.
     - `pool`: Threads of the host that work for the model on the CPU, in place of the library's: a handle of NVFP4_pool_create(), or NULL
       for none. Not together with `threads`. Ignored on a GPU. Default: NULL.
+    - `mlock`: 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+      #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow for them;
+      nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is never
+      paged out. Default: 0.
+    - `reserved`: Reserved; 0.
     """
 
     _fields_ = [
@@ -673,6 +679,8 @@ class LoadOptions(Structure):
         ("deterministic", c_int32),
         ("prefix_bytes", c_uint64),
         ("pool", c_void_p),
+        ("mlock", c_int32),
+        ("reserved", c_int32),
     ]
 
 
@@ -845,6 +853,31 @@ class Message(Structure):
         ("role_length", c_size_t),
         ("content", c_void_p),
         ("content_length", c_size_t),
+    ]
+
+
+class ModelFile(Structure):
+    """
+    A file of a model that the host gives: its bytes in `data`, or a function that reads them. Later versions may add fields at the end:
+    NVFP4_model_load_files() also takes the size of an element.
+
+    - `name`: Its name in the model's directory, in UTF-8, such as config.json. Copied.
+    - `name_length`: Bytes of `name`.
+    - `data`: The content, which must stay and not change until `release` is called; NULL if `read` gives it.
+    - `size`: Bytes of the content.
+    - `read`: Reads the content; NULL if `data` is it. May be called until `release` is.
+    - `release`: Called once when the library does not use the file any more; NULL for no call.
+    - `user`: The first argument of `read` and `release`.
+    """
+
+    _fields_ = [
+        ("name", c_void_p),
+        ("name_length", c_size_t),
+        ("data", c_void_p),
+        ("size", c_uint64),
+        ("read", c_void_p),
+        ("release", c_void_p),
+        ("user", c_void_p),
     ]
 
 
@@ -1520,6 +1553,15 @@ PoolSubmit = CFUNCTYPE(c_int32, c_void_p, c_void_p, c_void_p)
 
 # Called once, when neither the pool nor a model uses `user` any more, by the thread that released the last of them.
 PoolRelease = CFUNCTYPE(None, c_void_p)
+
+# Reads `size` bytes of a file from `offset` on into `out`, all of which are in the file. Returns the number of bytes read: fewer than
+# `size` are an error, and so is a negative number, which the message of the error has. Called from several threads at the same time,
+# threads of the library among them. It must return, and must not call the library.
+FileRead = CFUNCTYPE(c_int64, c_void_p, c_uint64, c_void_p, c_size_t)
+
+# Tells the host that the library does not use a file any more. Called on any thread, also during NVFP4_model_load_files() and the release
+# of a model or a session. It must return, and must not call the library.
+FileRelease = CFUNCTYPE(None, c_void_p)
 
 # Changes the logits of a choice before the token is chosen. Returns 0 to go on, anything else to end the generation as
 # #NVFP4_FINISH_CANCELLED with the tokens so far; a step or a single choice then fails with #NVFP4_CANCELLED.
@@ -2258,6 +2300,24 @@ FUNCTIONS: Tuple[Function, ...] = (
         is sizeof(NVFP4_Message). `add_generation_prompt` 1 appends the beginning of the assistant's answer. Asking for the length first
         does not double the work, as for NVFP4_model_tokenize(). In this text, names of special tokens within messages look like the
         template's own: do not tokenize it if the messages are untrusted, but let a session run them.
+        """),
+
+    # Models from memory: files that the host gives under their names, as bytes or behind a function that reads them.
+    Function("model_load_files", (c_void_p, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p), Status, """
+        NVFP4_model_load_files(const NVFP4_ModelFile *files, size_t count, size_t file_size, const NVFP4_LoadOptions *options, const NVFP4_QuantizeOptions *quantize, NVFP4_Model **out)
+
+        Loads a model from files that the host gives: those of a model's directory by their names - config.json, tokenizer.json and others
+        of text, the weights as `.safetensors` with or without an index, as `.gguf` or as `.dat` - as NVFP4_model_load() loads a directory.
+        Nothing is written, and bytes in memory are not copied as a whole. Sessions that were saved with a model from disk are restored with
+        the same model from memory, and the other way round.
+
+        - `files`, `count`: the files, at least one, each of `file_size` bytes, which is sizeof(NVFP4_ModelFile).
+        - `options`: NULL for the defaults.
+        - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
+
+        `release` of every file is called once, also if the call fails; only if `files` is no array of elements of `file_size` bytes, the
+        library cannot know the functions and calls none. A `read` that fails, or reads less, ends the call with #NVFP4_IO and a message
+        with the file, the offset and the bytes. A later call whose tokens need the file fails the same way.
         """),
 
     # Converting models: from disk to NVFP4 on disk, by their weights alone or calibrated by text.

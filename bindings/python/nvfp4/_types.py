@@ -123,6 +123,11 @@ class LoadOptions(TypedDict, total=False):
     # they live, which takes no memory. Not read with `kv_bytes`: then all that is reserved and that no session uses keeps such blocks.
     # Default: 0.
     prefix_bytes: int
+    # 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+    # #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow for them;
+    # nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is never
+    # paged out. Default: 0.
+    mlock: bool
 
 
 class PlanOptions(TypedDict, total=False):

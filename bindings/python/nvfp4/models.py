@@ -8,6 +8,7 @@ import threading
 import typing
 
 from . import native
+from ._files import GivenFiles
 from .native import Handle, InvalidArgument, Single, chosen, lib
 from .streams import Score, Stream
 
@@ -249,7 +250,7 @@ class Model(Handle):
     sampling_only, kv_bytes (reserved for the keys and values of all sessions together; 0, the default, allocates as they grow),
     prefix_cache (whether sessions that begin with the same tokens share these; True), prefix_bytes (kept of them after the last session; 0),
     deterministic (on a GPU too, the logits of a session have the same bits whatever runs beside it; False, because it costs speed),
-    pool (a Pool of the program's own threads).
+    pool (a Pool of the program's own threads), mlock (locks the weights in host memory, as far as `ulimit -l` allows; False).
     `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
     and in all, and cancels if it returns False; `cancel` is a Cancel.
     """
@@ -267,6 +268,26 @@ class Model(Handle):
                 ctypes.c_void_p, lib.model_load, *native.path_in(path), ctypes.byref(how), _quantization(quantize))
 
         self._as_parameter_ = _watched(load, cancel, progress)
+
+    @classmethod
+    def from_files(cls, files, quantize=None, progress=None, cancel=None, **options):
+        """
+        A model from files that never were on disk: a dictionary of the names in its directory (config.json, tokenizer.json, the weights) to
+        contents. A content is bytes, or another buffer; a binary file object that can seek; or a pair of a size and a function
+        `read(offset, size)`, which gives so many bytes, from any thread, several at once. Buffers are not copied: they stay locked until the
+        library does not use them any more, at the latest when the model and its sessions are gone, and must not change. What `read` raises
+        while the model is loaded leaves this; later, when rows of an embedding are read, the call fails with InputOutput. The rest is as
+        for Model.
+        """
+        how = native.options(native.LoadOptions, {"device": "auto", **options})
+        quantized = _quantization(quantize)
+
+        def load(call):
+            how.call = call
+            return GivenFiles(files).load(lambda *given: native.value_out(
+                ctypes.c_void_p, lib.model_load_files, *given, ctypes.byref(how), quantized))
+
+        return cls._own(_watched(load, cancel, progress))
 
     @property
     def info(self):

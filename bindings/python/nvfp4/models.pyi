@@ -5,7 +5,7 @@ from typing_extensions import Self, Unpack
 
 from .native import Error, Handle, Single
 from .streams import Generation, Piece, Score, Stream
-from .types import (AskOptions, AskStreamOptions, CalibrateOptions, ChatOptions, Container, ConvertOptions, Finish, GenerationOptions,
+from .types import (AskOptions, AskStreamOptions, CalibrateOptions, ChatOptions, Container, ConvertOptions, FileContent, Finish, GenerationOptions,
                     GrammarKind, LoadOptions, Message, Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, StreamOptions, Text, TokenRole,
                     TurnOptions)
 
@@ -39,6 +39,9 @@ class Pool(Handle):
 class Model(Handle):
     def __init__(self, path: Path, quantize: Union[None, bool, QuantizeOptions] = None, progress: Optional[Progress] = None,
                  cancel: Optional[Cancel] = None, **options: Unpack[LoadOptions]) -> None: ...
+    @classmethod
+    def from_files(cls, files: Mapping[str, FileContent], quantize: Union[None, bool, QuantizeOptions] = None,
+                   progress: Optional[Progress] = None, cancel: Optional[Cancel] = None, **options: Unpack[LoadOptions]) -> Self: ...
     @property
     def info(self) -> dict[str, Any]: ...
     @property

@@ -10,8 +10,10 @@ bindings/generate.py writes _types.py from nvfp4.h, with all choices, and all op
 types stand here, and tests/python holds them against the fields of the structs.
 """
 
+import array
+import mmap
 import os
-from typing import TYPE_CHECKING, Any, Callable, Literal, Mapping, Optional, Protocol, Sequence, Tuple, TypedDict, Union
+from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Literal, Mapping, Optional, Protocol, Sequence, Tuple, TypedDict, Union
 
 from . import _types
 from ._types import *
@@ -27,6 +29,8 @@ FloatDtype = Literal["float16", "float32", "bfloat16"]
 # A device is "cpu", "cuda", "cuda:1" and so on, or where a model or a trainer is made "auto".
 Path = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
 Text = Union[str, bytes, bytearray]
+# A file of a model: a buffer, a binary file that can seek, or a size and a function of an offset and a size that gives so many bytes.
+FileContent = Union[bytes, bytearray, memoryview, "array.array[int]", mmap.mmap, BinaryIO, Tuple[int, Callable[[int, int], bytes]]]
 # Called with what is done and what there is to do; ends the call by returning False.
 Progress = Callable[[int, int], object]
 # Takes logits to change, of format f, the tokens that the generation has so far, of format i, and the index of the session in a step. Ends the

@@ -19,6 +19,7 @@ use super::{Encoding, Entry, Metadata, TokenizerSource, Unreadable};
 use crate::base::Result;
 use crate::base::alloc::Budget;
 use crate::base::error::{bail, err};
+use crate::base::files::Files;
 use crate::format::nvfp4;
 use crate::tensor::DType;
 
@@ -31,17 +32,17 @@ pub(super) fn recognises(bytes: &[u8]) -> bool {
 }
 
 /// Opens a model, in Hugging Face terms if its architecture is one of `families`. If `source` is one of several parts, finds the others
-/// beside `path`; bytes in memory have no `path`.
+/// at `place`, where it was opened; bytes alone have none.
 pub(super) fn open(
     source: Source,
-    path: Option<&Path>,
+    place: Option<(&Files, &Path)>,
     families: &[GgufFamily],
 ) -> Result<Tensors> {
     let header = read_header(&source).map_err(|e| e.within(source.name()))?;
     let split = split::Split::read(&header.pairs).map_err(|e| e.within(source.name()))?;
     let (sources, header) = match split {
         None => (vec![source], header),
-        Some(split) => split::join(source, header, &split, path)?,
+        Some(split) => split::join(source, header, &split, place)?,
     };
     // The first part has the metadata.
     let name = sources[0].name();

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use super::header::{Header, Pairs, read_header};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::base::files::Files;
 use crate::checkpoint::folder;
 use crate::checkpoint::source::Source;
 
@@ -50,22 +51,22 @@ impl Split {
     }
 }
 
-/// Opens the parts beside `source`, whose header has been read. `path` is its location, or `None` if it was given as bytes. Returns the
+/// Opens the parts beside `source`, whose header has been read. `place` is where it was opened, or `None` if it is bytes alone. Returns the
 /// parts in order, and the metadata of the first with the tensors of all.
 pub(super) fn join(
     source: Source,
     header: Header,
     split: &Split,
-    path: Option<&Path>,
+    place: Option<(&Files, &Path)>,
 ) -> Result<(Vec<Source>, Header)> {
-    let (paths, own) = find(split, path).map_err(|e| e.within(source.name()))?;
+    let (files, paths, own) = find(split, place).map_err(|e| e.within(source.name()))?;
     let mut given = Some((source, header));
     let mut parts = Vec::with_capacity(paths.len());
     for (number, path) in paths.iter().enumerate() {
         parts.push(match given.take_if(|_| number == own) {
             Some(given) => given,
             None => {
-                let source = Source::open(path)?;
+                let source = Source::open(files, path)?;
                 let header = read_header(&source).map_err(|e| e.within(source.name()))?;
                 (source, header)
             }
@@ -127,10 +128,13 @@ fn merge(parts: Vec<(Source, Header)>) -> Result<(Vec<Source>, Header)> {
     Ok((sources, whole))
 }
 
-/// The paths of all parts, and the index of the one at `path`.
-fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
+/// Where all parts are, their paths, and the index of the one at `place`.
+fn find<'a>(
+    split: &Split,
+    place: Option<(&'a Files, &Path)>,
+) -> Result<(&'a Files, Vec<PathBuf>, usize)> {
     let (number, count) = (split.no + 1, split.count);
-    let Some(path) = path else {
+    let Some((files, path)) = place else {
         bail!(
             Unsupported,
             "it is part {number} of {count} of a model, and the other parts are missing; open it by its path, with all parts in one directory, or join them with llama-gguf-split --merge"
@@ -154,14 +158,16 @@ fn find(split: &Split, path: Option<&Path>) -> Result<(Vec<PathBuf>, usize)> {
     }
     let numbered = |name: &String| path.with_file_name(renumbered(file_name, name));
     let paths: Vec<PathBuf> = names.iter().map(numbered).collect();
-    if let Some(missing) = paths.iter().find(|p| !p.is_file()) {
-        bail!(
-            NotFound,
-            "it is part {number} of {count} of a model, and {} is missing",
-            missing.display()
-        );
+    for path in &paths {
+        if !files.exists(path)? {
+            bail!(
+                NotFound,
+                "it is part {number} of {count} of a model, and {} is missing",
+                path.display()
+            );
+        }
     }
-    Ok((paths, own))
+    Ok((files, paths, own))
 }
 
 /// The file name of another part: its end is replaced by `part`. What comes before need not be UTF-8.

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use half::{bf16, f16};
 
 use super::companion::{TOKENIZER_FILES, TOOL_TEMPLATE, with_tagged_floats};
-use super::{Checkpoint, Encoding, Entry, Metadata, Part, TokenizerSource};
+use super::{Checkpoint, Encoding, Entry, Metadata, Part};
 use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
+use crate::base::files::Files;
 use crate::base::{Result, size};
 use crate::format::int8;
 use crate::format::nvfp4::{self, BLOCK};
@@ -439,27 +440,25 @@ fn copy_part(
 /// Config and tokenizer files, as names and contents, that go with a rewritten model.
 fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
     let mut files = Vec::new();
-    if let TokenizerSource::Directory(directory) = &metadata.tokenizer {
+    if let Some((source, directory)) = metadata.tokenizer.files() {
         for name in TOKENIZER_FILES {
-            let path = directory.join(name);
-            match file::read(&path) {
-                Ok(content) => files.push((name.to_owned(), content)),
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
-                Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+            if let Some(content) = source.read(&directory.join(name))? {
+                files.push((name.to_owned(), content));
             }
         }
-        list_templates(directory, &mut files)?;
+        list_templates(&source, directory, &mut files)?;
     }
     Ok(files)
 }
 
 /// Moves a model's two templates from their folder into a list in `tokenizer_config.json`, because files are written without folders.
-fn list_templates(directory: &Path, files: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
-    let path = directory.join(TOOL_TEMPLATE);
-    let tool_use = match file::read(&path) {
-        Ok(content) => content,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+fn list_templates(
+    source: &Files,
+    directory: &Path,
+    files: &mut Vec<(String, Vec<u8>)>,
+) -> Result<()> {
+    let Some(tool_use) = source.read(&directory.join(TOOL_TEMPLATE))? else {
+        return Ok(());
     };
     let mut taken = |name: &str| {
         let at = files.iter().position(|(file, _)| file == name)?;

@@ -23,6 +23,7 @@ use super::keys::Keys;
 use super::spec::Spec;
 use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::base::files::GivenFiles;
 use crate::checkpoint::{self, Checkpoint, GgufFamily};
 
 pub use family::Family;
@@ -53,6 +54,11 @@ pub fn gguf() -> &'static [GgufFamily] {
 /// Opens the checkpoint at `path` like [`checkpoint::open`], with GGUF files translated to Hugging Face names.
 pub fn open(path: &Path) -> Result<Box<dyn Checkpoint>> {
     checkpoint::open(path, gguf())
+}
+
+/// Opens files that the host gives like [`checkpoint::open_given`], with GGUF files translated to Hugging Face names.
+pub fn open_given(files: &GivenFiles) -> Result<Box<dyn Checkpoint>> {
+    checkpoint::open_given(files, gguf())
 }
 
 /// Opens a file in memory like [`checkpoint::open_bytes`], with GGUF files translated to Hugging Face names.

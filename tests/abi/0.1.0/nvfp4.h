@@ -27,7 +27,7 @@
  * overlapping call fails with NVFP4_BUSY.
  *
  * CALLBACKS take the host's user data (void *user) first and return an int32_t: 0 to go on, anything else to cancel. They run on
- * the thread that made the call, and never after it returns (log callbacks excepted). They must return: one that throws,
+ * the thread that made the call, and never after it returns (log callbacks and files of models excepted). They must return: one that throws,
  * calls longjmp() or ends its thread by pthread_exit() ends the process. They may call the library, but not with a handle that is in
  * use.
  *
@@ -44,7 +44,7 @@
  * not work in the child of a process that has used it: everything on a GPU gives NVFP4_DEVICE_UNAVAILABLE there.
  *
  * UNLOADING. There is no init and no shutdown. Once loaded, the library stays in the process, even after dlclose(). A plugin that
- * is unloaded itself must first remove its log callbacks, and release the tensors over its own memory. A process may end at any
+ * is unloaded itself must first remove its log callbacks, and release the tensors over its own memory and the models of its files. A process may end at any
  * time. Constructors of shared libraries may call the library, and may wait for threads that do. Those threads must not ask for a
  * GPU or load a model there: that opens other libraries, for which the system first waits for the end of the constructor.
  *
@@ -900,6 +900,15 @@ typedef struct NVFP4_LoadOptions {
      * Not together with `threads`. Ignored on a GPU. Default: NULL.
      */
     const NVFP4_Pool *pool;
+    /**
+     * 1 to lock the weights in host memory (mlock), so that the system never pages them out and no token waits for them.
+     * #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow
+     * for them; nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a
+     * GPU, whose memory is never paged out. Default: 0.
+     */
+    int32_t mlock;
+    /** Reserved; 0. */
+    int32_t reserved;
 } NVFP4_LoadOptions;
 
 /** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */
@@ -1051,6 +1060,40 @@ typedef struct NVFP4_Message {
     /** Bytes of `content`. */
     size_t content_length;
 } NVFP4_Message;
+
+/**
+ * Reads `size` bytes of a file from `offset` on into `out`, all of which are in the file. Returns the number of bytes read: fewer than `size`
+ * are an error, and so is a negative number, which the message of the error has. Called from several threads at the same time, threads of
+ * the library among them. It must return, and must not call the library.
+ */
+typedef int64_t (*NVFP4_FileRead)(void *user, uint64_t offset, void *out, size_t size);
+
+/**
+ * Tells the host that the library does not use a file any more. Called on any thread, also during NVFP4_model_load_files() and the release
+ * of a model or a session. It must return, and must not call the library.
+ */
+typedef void (*NVFP4_FileRelease)(void *user);
+
+/**
+ * A file of a model that the host gives: its bytes in `data`, or a function that reads them. Later versions may add fields at the end:
+ * NVFP4_model_load_files() also takes the size of an element.
+ */
+typedef struct NVFP4_ModelFile {
+    /** Its name in the model's directory, in UTF-8, such as config.json. Copied. */
+    const char *name;
+    /** Bytes of `name`. */
+    size_t name_length;
+    /** The content, which must stay and not change until `release` is called; NULL if `read` gives it. */
+    const void *data;
+    /** Bytes of the content. */
+    uint64_t size;
+    /** Reads the content; NULL if `data` is it. May be called until `release` is. */
+    NVFP4_FileRead read;
+    /** Called once when the library does not use the file any more; NULL for no call. */
+    NVFP4_FileRelease release;
+    /** The first argument of `read` and `release`. */
+    void *user;
+} NVFP4_ModelFile;
 
 /** How to calibrate a model. Fill with NVFP4_calibrate_options_init(), then change what is to differ. Paths are read during the call only. */
 typedef struct NVFP4_CalibrateOptions {
@@ -2746,6 +2789,36 @@ NVFP4_Status NVFP4_model_render_chat(const NVFP4_Model *model,
                                      char *buffer,
                                      size_t capacity,
                                      size_t *length);
+
+/**
+ * @defgroup model_files Models from memory: files that the host gives under their names, as bytes or behind a function that reads them
+ *
+ * The library uses a file until it calls `release`, once for each file that a call was given, whatever comes of the call. It calls it as soon
+ * as it can: when loading ends, for all files of a model on a GPU and of one whose output head is its embedding. Other models on the CPU read
+ * rows of their embedding from its file while tokens run: what they use is released after the last reference to the model and its sessions.
+ */
+
+/**
+ * Loads a model from files that the host gives: those of a model's directory by their names - config.json, tokenizer.json and others of
+ * text, the weights as `.safetensors` with or without an index, as `.gguf` or as `.dat` - as NVFP4_model_load() loads a directory. Nothing
+ * is written, and bytes in memory are not copied as a whole. Sessions that were saved with a model from disk are restored with the same
+ * model from memory, and the other way round.
+ *
+ * - `files`, `count`: the files, at least one, each of `file_size` bytes, which is sizeof(NVFP4_ModelFile).
+ * - `options`: NULL for the defaults.
+ * - `quantize`: how to quantize dense weights to NVFP4 while loading; NULL keeps weights as they are stored.
+ *
+ * `release` of every file is called once, also if the call fails; only if `files` is no array of elements of `file_size` bytes, the library
+ * cannot know the functions and calls none. A `read` that fails, or reads less, ends the call with #NVFP4_IO and a message with the file, the
+ * offset and the bytes. A later call whose tokens need the file fails the same way.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_load_files(const NVFP4_ModelFile *files,
+                                    size_t count,
+                                    size_t file_size,
+                                    const NVFP4_LoadOptions *options,
+                                    const NVFP4_QuantizeOptions *quantize,
+                                    NVFP4_Model **out);
 
 /**
  * @defgroup convert Converting models: from disk to NVFP4 on disk, by their weights alone or calibrated by text
