@@ -1,6 +1,8 @@
 //! Sessions: the same tokens in any way they are appended, generations and their ends, conversations, eviction, batches, and session files.
 
 mod common;
+#[path = "session/embeddings.rs"]
+mod embeddings;
 #[path = "session/forks.rs"]
 mod forks;
 #[path = "session/grammars.rs"]

@@ -51,6 +51,8 @@ pub mod queue;
 
 pub mod detokenizer;
 
+pub mod embedding;
+
 pub mod trainer;
 
 pub mod data;

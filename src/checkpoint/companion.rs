@@ -34,7 +34,19 @@ pub const TOKENIZER_FILES: [&str; 10] = [
 /// The template for conversations with tools, in the folder where transformers saves additional templates.
 pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
-/// The config and tokenizer found in `directory`.
+/// Files of sentence-transformers beside a model's weights, which say how it embeds texts. They are copied, if present, when a model is
+/// rewritten.
+pub const EMBEDDING_FILES: [&str; 4] = [
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    POOLING_FILE,
+];
+
+/// The one of these that says how rows become an embedding, in a folder of its own.
+pub const POOLING_FILE: &str = "1_Pooling/config.json";
+
+/// The config, the tokenizer and the files of an embedding found in `directory`.
 pub(super) fn read(directory: &Path) -> Result<Metadata> {
     let path = directory.join("config.json");
     let config = match file::read(&path) {
@@ -53,7 +65,25 @@ pub(super) fn read(directory: &Path) -> Result<Metadata> {
     } else {
         TokenizerSource::None
     };
-    Ok(Metadata { config, tokenizer })
+    Ok(Metadata {
+        config,
+        tokenizer,
+        embedding: read_present(directory, &EMBEDDING_FILES)?,
+    })
+}
+
+/// Reads the files of `names` that are in `directory`.
+pub(super) fn read_present(directory: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut files = Vec::new();
+    for &name in names {
+        let path = directory.join(name);
+        match file::read(&path) {
+            Ok(content) => files.push((name.to_owned(), content)),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
+        }
+    }
+    Ok(files)
 }
 
 /// Python's JSON with the numbers that JSON lacks in the form that transformers 5 gives them: `{"__float__": "Infinity"}`.

@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::DESCRIPTION_FILES;
+use super::{DESCRIPTION_FILES, POOLING_FILE};
 use crate::base::Result;
-use crate::base::directory::entries;
+use crate::base::directory::{entries, names};
 use crate::base::error::bail;
 
 /// The weights in a folder, by file names; see [`weights`].
@@ -128,10 +128,12 @@ pub(super) fn find_in_directory(directory: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Fails unless a directory holds only a model, because replacing it must not destroy anything else. A model's directory has weights and
-/// their description, and no folders inside, unlike homes and repositories.
+/// their description, and no folders inside but that of its pooling, unlike homes and repositories.
 pub(super) fn check_is_model(directory: &Path) -> Result<()> {
     let entries = entries(directory)?;
-    if let Some((folder, _)) = entries.iter().find(|(_, path)| path.is_dir()) {
+    let is_foreign =
+        |(name, path): &&(String, PathBuf)| path.is_dir() && !is_of_pooling(name, path);
+    if let Some((folder, _)) = entries.iter().find(is_foreign) {
         bail!(
             InvalidArgument,
             "{} holds the folder {folder}, so it is not replaced as a model; remove what is not needed, or name another directory",
@@ -154,6 +156,14 @@ pub(super) fn check_is_model(directory: &Path) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Whether a folder has the pooling of an embedding model, and nothing else.
+fn is_of_pooling(name: &str, folder: &Path) -> bool {
+    let found = names(folder);
+    let mut files = found.iter().flatten();
+    let is_pooling = |file: &String| format!("{name}/{file}") == POOLING_FILE;
+    found.is_ok() && files.all(is_pooling)
 }
 
 /// Role of files in their folder, in order of precedence.
