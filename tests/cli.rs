@@ -296,7 +296,7 @@ const EMBEDDER: &str = "tests/golden/embedding/qwen3";
 
 #[test]
 fn texts_are_embedded() {
-    let embed = |more: &[&str]| {
+    fn embed<'a>(more: &[&'a str]) -> Vec<&'a str> {
         let common = [
             "embed",
             "--model",
@@ -307,7 +307,7 @@ fn texts_are_embedded() {
             "1",
         ];
         [&common[..], more].concat()
-    };
+    }
     let lines = |said: String| -> Vec<Value> {
         let each = said.lines().map(serde_json::from_str);
         each.collect::<Result<_, _>>().unwrap()

@@ -160,10 +160,9 @@ pub(super) fn check_is_model(directory: &Path) -> Result<()> {
 
 /// Whether a folder has the pooling of an embedding model, and nothing else.
 fn is_of_pooling(name: &str, folder: &Path) -> bool {
-    let found = names(folder);
-    let mut files = found.iter().flatten();
-    let is_pooling = |file: &String| format!("{name}/{file}") == POOLING_FILE;
-    found.is_ok() && files.all(is_pooling)
+    POOLING_FILE
+        .split_once('/')
+        .is_some_and(|(own, file)| name == own && names(folder).is_ok_and(|found| found == [file]))
 }
 
 /// Role of files in their folder, in order of precedence.

@@ -659,8 +659,8 @@ void streams(const std::string &path)
         for (const float x : two.row(1))
             length += static_cast<double>(x) * static_cast<double>(x);
         CHECK(std::fabs(length - 1) < 1e-5);
-        const nvfp4::Embeddings same = model.embed_tokens({model.tokenize("one"), model.tokenize("and another")}, how);
-        CHECK(same.values == two.values);
+        const nvfp4::Embeddings alike = model.embed_tokens({model.tokenize("one"), model.tokenize("and another")}, how);
+        CHECK(alike.values == two.values);
         how.prompt_text = "and ";
         CHECK(model.embed({"another"}, how).values == std::vector<float>(two.values.begin() + 16, two.values.end()));
         how.prompt_called = "query";
