@@ -87,7 +87,7 @@ def sessions() -> None:
     assert_type(session.score([[1, 2], (3,)])[0].total, float)
     assert_type(model.log_probabilities("a", after=[1]), List[float])
     assert_type(session.top_log_probabilities, List[Tuple[int, float]])
-    assert_type(model.embed(["a", b"b"], pooling="mean", dimensions=4, prompt_name="query"), nvfp4.Tensor)
+    assert_type(model.embed(["a", "b"], pooling="mean", dimensions=4, prompt_name="query"), nvfp4.Tensor)
     assert_type(model.hidden_states([[1, 2], (3,)], normalize="yes"), List[nvfp4.Tensor])
     model.embed(["a"], pooling="max")  # type: ignore[arg-type]
     model.hidden_states(["a"], pooling="mean")  # type: ignore[call-arg]
