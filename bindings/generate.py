@@ -53,6 +53,8 @@ GROUPS = (
     Group("GRAMMAR", "GrammarKind", "GrammarKind", "Kind of a grammar's source."),
     Group("EVENT", "TokenEventKind", None, "Kinds of events in a generation."),
     Group("PART", "Part", "Part", "Kinds of text in an answer."),
+    Group("POOLING", "Pooling", "Pooling", "The rows of a text that make its embedding."),
+    Group("NORMALIZE", "Normalize", "Normalize", "Whether embeddings are divided by their length."),
     Group("SCHEDULE", "Schedule", "Schedule", "Learning rate after the warm-up."),
     Group("CLIP", "Clip", "Clip", "How gradients are clipped."),
     Group("TEACHER", "Teacher", "TeacherMemory", "Place of a teacher's weights."),

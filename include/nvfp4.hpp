@@ -1467,6 +1467,32 @@ struct SpecialToken {
     std::string name;
 };
 
+/** How to embed texts; the fields of the C struct, with their defaults, except the two texts. */
+struct EmbedOptions : NVFP4_EmbedOptions {
+    EmbedOptions() : NVFP4_EmbedOptions()
+    {
+        detail::filled(NVFP4_embed_options_init(this, sizeof(NVFP4_EmbedOptions)));
+    }
+
+    /** A text that goes before each text; used instead of the pointer `prompt`. */
+    std::optional<std::string> prompt_text;
+    /** The name of one of the model's prompts; used instead of the pointer `prompt_name`. */
+    std::optional<std::string> prompt_called;
+};
+
+/** Embeddings of texts. */
+struct Embeddings {
+    /** `[rows, dimensions]`, in the order of the texts. */
+    std::vector<float> values;
+    /** Elements of a row; 0 without texts. */
+    std::size_t dimensions = 0;
+    /** Number of rows of each text: 1 with pooling, its number of tokens without. */
+    std::vector<std::size_t> rows;
+
+    /** Row `index` of all, of which each text has one unless it is not pooled. Valid as long as the embeddings. */
+    Span<float> row(std::size_t index) const { return {values.data() + index * dimensions, dimensions}; }
+};
+
 /** A loaded model: weights, tokenizer and chat template. */
 class Model : public detail::Handle<NVFP4_Model, NVFP4_model_retain, NVFP4_model_release> {
 public:
@@ -1661,6 +1687,48 @@ public:
     }
     /** The defaults, with the sampling settings that the model recommends. */
     Result<GenerateOptions> generate_options() const;
+
+    /** Embeds texts, which run together, as the model's files or the options say. From any thread at any time. */
+    Result<Embeddings> embed(Span<std::string_view> texts, const EmbedOptions &options = EmbedOptions()) const
+    {
+        return embedded(texts, options, NVFP4_model_embed_texts);
+    }
+    /** Embeds lists of tokens as they are. Otherwise as embed(). */
+    Result<Embeddings> embed_tokens(Span<std::vector<std::int32_t>> tokens, const EmbedOptions &options = EmbedOptions()) const
+    {
+        return embedded(tokens, options, NVFP4_model_embed);
+    }
+
+private:
+    template <class Input, class Call>
+    Result<Embeddings> embedded(Span<Input> inputs, const EmbedOptions &options, Call call) const
+    {
+        NVFP4_EmbedOptions plain = options;
+        if (options.prompt_text) {
+            plain.prompt = options.prompt_text->data();
+            plain.prompt_length = options.prompt_text->size();
+        }
+        if (options.prompt_called) {
+            plain.prompt_name = options.prompt_called->data();
+            plain.prompt_name_length = options.prompt_called->size();
+        }
+        std::vector<decltype(std::declval<const Input &>().data())> pointers;
+        std::vector<std::size_t> lengths;
+        for (const Input &one : inputs) {
+            pointers.push_back(one.data());
+            lengths.push_back(one.size());
+        }
+        Embeddings out;
+        out.rows.resize(inputs.size());
+        const NVFP4_Status status = detail::copy(out.values, [&](float *buffer, std::size_t capacity, std::size_t *length) {
+            return call(get(), pointers.data(), lengths.data(), lengths.size(), &plain, buffer, capacity, length, out.rows.data());
+        });
+        std::size_t rows = 0;
+        for (const std::size_t of_text : out.rows)
+            rows += of_text;
+        out.dimensions = rows == 0 ? 0 : out.values.size() / rows;
+        return detail::result(status, std::move(out));
+    }
 };
 
 /** How to convert a model; the fields of the C struct, with their defaults. */

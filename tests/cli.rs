@@ -292,6 +292,65 @@ fn inspect_plans_memory() {
     );
 }
 
+const EMBEDDER: &str = "tests/golden/embedding/qwen3";
+
+#[test]
+fn texts_are_embedded() {
+    fn embed<'a>(more: &[&'a str]) -> Vec<&'a str> {
+        let common = [
+            "embed",
+            "--model",
+            EMBEDDER,
+            "--device",
+            "cpu",
+            "--threads",
+            "1",
+        ];
+        [&common[..], more].concat()
+    }
+    let lines = |said: String| -> Vec<Value> {
+        let each = said.lines().map(serde_json::from_str);
+        each.collect::<Result<_, _>>().unwrap()
+    };
+    let texts = ["The capital of China is Beijing.", "Gravity is a force."];
+    let found = lines(text(&embed(&[texts[0], texts[1], "--json"])));
+    assert_eq!((found.len(), &found[1]["text"]), (2, &texts[1].into()));
+    let rows: Vec<Vec<f64>> = found
+        .iter()
+        .map(|line| serde_json::from_value(line["embedding"].clone()).unwrap())
+        .collect();
+    let cosine: f64 = rows[0].iter().zip(&rows[1]).map(|(a, b)| a * b).sum();
+    let table = text(&embed(&texts));
+    assert!(
+        table.contains(&format!("\n  0  1.0000 {cosine:>7.4}\n")),
+        "{cosine}: {table}"
+    );
+    assert!(table.contains("cosines of 48 dimensions"), "{table}");
+    let scratch = Scratch::new("embed");
+    let file = scratch.path("texts");
+    std::fs::write(&file, texts.join("\n")).unwrap();
+    assert_eq!(lines(text(&embed(&["--texts", &file, "--json"]))), found);
+    let each = ["a", "--pooling", "none", "--dimensions", "4", "--json"];
+    let each = lines(text(&embed(&each)));
+    let rows = each[0]["rows"].as_array().unwrap();
+    assert_eq!((rows.len(), &each[0]["tokens"]), (2, &2.into()));
+    assert!(rows.iter().all(|row| row.as_array().unwrap().len() == 4));
+    for (more, says) in [
+        (&["a", "--prompt-name", "quest"][..], "query, document"),
+        (&["a", "--dimensions", "49"], "an embedding that has 48"),
+        (
+            &["a", "--pooling", "none"],
+            "print the rows of tokens with --json",
+        ),
+    ] {
+        let e = failure(&embed(more));
+        assert!(e.contains(says), "{e}");
+    }
+    let plain = ["embed", "--model", MODEL, "--device", "cpu", "a"];
+    assert!(failure(&plain).contains("names no pooling"));
+    assert_eq!(nvfp4(&embed(&[])).status.code(), Some(2));
+}
+
 #[test]
 fn bench_counts_drafts() {
     let model = "tests/golden/model/qwen35_drafter";

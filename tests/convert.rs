@@ -85,6 +85,7 @@ fn write_source(directory: &Path, broken: Option<&str>, plan: &[Planned]) {
     let metadata = Metadata {
         config: Some(config(plan)),
         tokenizer: TokenizerSource::None,
+        embedding: Vec::new(),
     };
     let mut writer = Box::new(ModelOptWriter::create(directory, plan, &metadata).unwrap());
     for (t, tensor) in plan.iter().enumerate() {
@@ -320,6 +321,7 @@ fn write_tables(directory: &Path, table: Encoding, has_head: bool, tied: bool) {
     let metadata = Metadata {
         config: Some(config.clone()),
         tokenizer: TokenizerSource::None,
+        embedding: Vec::new(),
     };
     let mut writer = Box::new(ModelOptWriter::create(directory, &plan, &metadata).unwrap());
     for tensor in &plan {
@@ -723,6 +725,7 @@ fn write_integers(directory: &Path, plan: &[Planned]) {
     let metadata = Metadata {
         config: Some(config(plan)),
         tokenizer: TokenizerSource::None,
+        embedding: Vec::new(),
     };
     let mut writer = Box::new(ModelOptWriter::create(directory, plan, &metadata).unwrap());
     for tensor in plan {

@@ -3,6 +3,8 @@
 mod common;
 #[path = "session/counters.rs"]
 mod counters;
+#[path = "session/embeddings.rs"]
+mod embeddings;
 #[path = "session/forks.rs"]
 mod forks;
 #[path = "session/grammars.rs"]

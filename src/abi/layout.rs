@@ -8,6 +8,7 @@ use super::call::NVFP4_CallOptions;
 use super::chat::NVFP4_ChatOptions;
 use super::convert::{NVFP4_CalibrateOptions, NVFP4_ConvertOptions};
 use super::data::NVFP4_DataOptions;
+use super::embedding::NVFP4_EmbedOptions;
 use super::grammar::NVFP4_GrammarOptions;
 use super::linear::NVFP4_WeightOptions;
 use super::model::{
@@ -77,6 +78,8 @@ layout!(NVFP4_QueueOptions, 24, struct_size: 0, running: 4, submissions: 8, even
 layout!(NVFP4_SubmitOptions, 24, struct_size: 0, priority: 4, deadline: 8, user: 16);
 layout!(NVFP4_QueueEvent, 80, generation: 0, user: 8, text: 16, text_length: 24, kind: 32, token: 36, part: 40, log_probability: 44,
     finish: 48, status: 52, top_tokens: 56, top_log_probabilities: 64, top_count: 72);
+layout!(NVFP4_EmbedOptions, 72, struct_size: 0, pooling: 4, normalize: 8, truncate: 12, kv_type: 16, is_private: 20, dimensions: 24,
+    prompt: 32, prompt_length: 40, prompt_name: 48, prompt_name_length: 56, call: 64);
 layout!(NVFP4_TrainerOptions, 208, struct_size: 0, device_type: 4, device_index: 8, threads: 12, schedule: 16, clip: 20, weights: 24,
     first_moments: 28, second_moments: 32, release: 36, recompute: 40, last_blocks: 44, steps: 48, warmup: 56, seed: 64, rate: 72,
     floor: 80, decay_share: 88, weight_decay: 96, beta1: 104, beta2: 112, eps: 120, clip_norm: 128, delivered_share: 136,

@@ -57,6 +57,8 @@ pub mod queue;
 
 pub mod detokenizer;
 
+pub mod embedding;
+
 pub mod trainer;
 
 pub mod data;

@@ -140,7 +140,7 @@ impl NewDirectory {
         })
     }
 
-    /// Creates a file of the directory, with `len` bytes of space reserved.
+    /// Creates a file of the directory, with `len` bytes of space reserved. Its name may begin with that of a folder.
     pub fn file(&self, name: &str, len: u64) -> Result<Temporary> {
         Temporary::create_in(&self.home, &self.place.join(name), len)
     }
@@ -165,7 +165,10 @@ impl NewDirectory {
                 if !names(&self.place)?.is_empty() {
                     refuse(&self.place)?;
                 }
-                files.into_iter().try_for_each(Temporary::commit)
+                files.into_iter().try_for_each(|file| {
+                    file.make_folder()?;
+                    file.commit()
+                })
             }
             There::Old => {
                 if let Some(check) = self.check {
@@ -198,7 +201,7 @@ impl NewDirectory {
         let ((), made) = Leftover::make(&self.home, &self.place, |path| fs::create_dir(path))
             .map_err(|e| Error::io(format_args!("making {}", self.place.display()), e))?;
         for file in files {
-            file.commit_into(made.path())?;
+            file.commit_into(made.path(), &self.place)?;
         }
         Ok(made)
     }

@@ -107,6 +107,17 @@ pub(super) fn nearest(path: &Path) -> &Path {
         .unwrap_or(Path::new("."))
 }
 
+/// Makes the folder of a file at `path`, in a folder that exists, unless it exists itself.
+pub fn make_folder_of(path: &Path) -> Result<()> {
+    let folder = folder_of(path);
+    match fs::create_dir(folder) {
+        Err(e) if !folder.is_dir() => {
+            Err(Error::io(format_args!("making {}", folder.display()), e))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Free bytes of the file system at `path`, or at its nearest existing ancestor.
 pub fn free_space(path: &Path) -> Result<u64> {
     let failed = |e| Error::io(format_args!("asking for the room at {}", path.display()), e);
@@ -242,9 +253,19 @@ impl Temporary {
         self.commit()
     }
 
-    /// Moves the file into `folder`, which will become the folder of its place.
-    pub(super) fn commit_into(self, folder: &Path) -> Result<()> {
-        self.put(&folder.join(self.place.file_name().unwrap_or_default()))
+    /// Moves the file to where it belongs in `made`, which will become `directory`, the one that its place is in. Makes the folder between
+    /// them, if its place has one.
+    pub(super) fn commit_into(self, made: &Path, directory: &Path) -> Result<()> {
+        let within = self.place.strip_prefix(directory);
+        let name = Path::new(self.place.file_name().unwrap_or_default());
+        let path = made.join(within.unwrap_or(name));
+        make_folder_of(&path)?;
+        self.put(&path)
+    }
+
+    /// Makes the folder of its place, unless that exists.
+    pub(super) fn make_folder(&self) -> Result<()> {
+        make_folder_of(&self.place)
     }
 
     /// Gives the still empty `file` the mode and the owner of the file that it replaces.

@@ -35,7 +35,19 @@ pub const TOKENIZER_FILES: [&str; 10] = [
 /// The template for conversations with tools, in the folder where transformers saves additional templates.
 pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
-/// The config and tokenizer found in `directory` of `files`.
+/// Files of sentence-transformers beside a model's weights, which say how it embeds texts. They are copied, if present, when a model is
+/// rewritten.
+pub const EMBEDDING_FILES: [&str; 4] = [
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    POOLING_FILE,
+];
+
+/// The one of these that says how rows become an embedding, in a folder of its own.
+pub const POOLING_FILE: &str = "1_Pooling/config.json";
+
+/// The config, the tokenizer and the files of an embedding found in `directory` of `files`.
 pub(super) fn read(files: &Files, directory: &Path) -> Result<Metadata> {
     let path = directory.join("config.json");
     let config = match files.read(&path)? {
@@ -51,7 +63,26 @@ pub(super) fn read(files: &Files, directory: &Path) -> Result<Metadata> {
         Files::Disk => TokenizerSource::Directory(directory.to_owned()),
         Files::Given(files) => TokenizerSource::Given(files.clone()),
     };
-    Ok(Metadata { config, tokenizer })
+    Ok(Metadata {
+        config,
+        tokenizer,
+        embedding: read_present(files, directory, &EMBEDDING_FILES)?,
+    })
+}
+
+/// Reads the files of `names` that are in `directory` of `files`.
+pub(super) fn read_present(
+    files: &Files,
+    directory: &Path,
+    names: &[&str],
+) -> Result<Vec<(String, Vec<u8>)>> {
+    let mut present = Vec::new();
+    for &name in names {
+        if let Some(content) = files.read(&directory.join(name))? {
+            present.push((name.to_owned(), content));
+        }
+    }
+    Ok(present)
 }
 
 /// Python's JSON with the numbers that JSON lacks in the form that transformers 5 gives them: `{"__float__": "Infinity"}`.

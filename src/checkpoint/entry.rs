@@ -171,6 +171,9 @@ pub struct Metadata {
     pub config: Option<serde_json::Value>,
     /// Source of the tokenizer.
     pub tokenizer: TokenizerSource,
+    /// Contents of the [`EMBEDDING_FILES`](super::EMBEDDING_FILES) that are present, by name. The pooling of a GGUF file is translated into
+    /// such files.
+    pub embedding: Vec<(String, Vec<u8>)>,
 }
 
 /// Source of a checkpoint's tokenizer.

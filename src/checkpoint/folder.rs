@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::DESCRIPTION_FILES;
+use super::{DESCRIPTION_FILES, POOLING_FILE};
 use crate::base::Result;
-use crate::base::directory::entries;
+use crate::base::directory::{entries, names};
 use crate::base::error::bail;
 use crate::base::files::Files;
 
@@ -126,10 +126,12 @@ pub(super) fn find_in_directory(files: &Files, directory: &Path) -> Result<Vec<P
 }
 
 /// Fails unless a directory holds only a model, because replacing it must not destroy anything else. A model's directory has weights and
-/// their description, and no folders inside, unlike homes and repositories.
+/// their description, and no folders inside but that of its pooling, unlike homes and repositories.
 pub(super) fn check_is_model(directory: &Path) -> Result<()> {
     let entries = entries(directory)?;
-    if let Some((folder, _)) = entries.iter().find(|(_, path)| path.is_dir()) {
+    let is_foreign =
+        |(name, path): &&(String, PathBuf)| path.is_dir() && !is_of_pooling(name, path);
+    if let Some((folder, _)) = entries.iter().find(is_foreign) {
         bail!(
             InvalidArgument,
             "{} holds the folder {folder}, so it is not replaced as a model; remove what is not needed, or name another directory",
@@ -152,6 +154,13 @@ pub(super) fn check_is_model(directory: &Path) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// Whether a folder has the pooling of an embedding model, and nothing else.
+fn is_of_pooling(name: &str, folder: &Path) -> bool {
+    POOLING_FILE
+        .split_once('/')
+        .is_some_and(|(own, file)| name == own && names(folder).is_ok_and(|found| found == [file]))
 }
 
 /// Role of files in their folder, in order of precedence.

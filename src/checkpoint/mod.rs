@@ -28,7 +28,9 @@ use crate::base::files::{Files, GivenFiles};
 use crate::base::{Result, threads};
 use source::Source;
 
-pub use companion::{DESCRIPTION_FILES, TOKENIZER_FILES, TOOL_TEMPLATE};
+pub use companion::{
+    DESCRIPTION_FILES, EMBEDDING_FILES, POOLING_FILE, TOKENIZER_FILES, TOOL_TEMPLATE,
+};
 pub use entry::{
     Checkpoint, Encoding, Entry, Metadata, Part, RareEntries, TokenizerSource, Unreadable,
     Vocabulary,

@@ -8,6 +8,7 @@ mod chat;
 mod compare;
 mod context;
 mod diagnose;
+mod embed;
 mod grammar;
 mod guard;
 mod hub;
@@ -75,6 +76,8 @@ enum Command {
     Perplexity(perplexity::Args),
     /// Say where a model differs from a reference of the same shape: by position, by block, and at which tokens
     Compare(compare::Args),
+    /// Embed texts, and say how near they are to each other
+    Embed(embed::Args),
     /// Say what this machine and build support
     Diagnose(diagnose::Args),
     /// Run a command, and kill it when GPU memory passes a limit
@@ -114,6 +117,7 @@ fn dispatch(command: Command) -> Result<ExitCode> {
         Command::Bench(args) => bench::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),
         Command::Compare(args) => compare::run(&args),
+        Command::Embed(args) => embed::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
         Command::Guard(args) => return guard::run(&args),
         Command::Pages(args) => pages::run(&args, &Cli::command()),

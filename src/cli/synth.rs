@@ -279,6 +279,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let metadata = Metadata {
         config: Some(config),
         tokenizer: TokenizerSource::None,
+        embedding: Vec::new(),
     };
     let values = |p: &Planned| p.shape.iter().product::<usize>();
     let bytes = |p: &Planned| match p.encoding {

@@ -196,8 +196,8 @@ impl<'a> Item<'a> {
     /// Whether output of more tokens than the last is wanted.
     fn wants_several(&self) -> bool {
         match self.work.wanted {
-            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => false,
-            Wanted::All | Wanted::Verified(_) => true,
+            Wanted::Nothing | Wanted::Last | Wanted::LastHidden | Wanted::Token(_) => false,
+            Wanted::All | Wanted::AllHidden | Wanted::Verified(_) => true,
         }
     }
 

@@ -23,12 +23,12 @@ use crate::base::call;
 use crate::base::error::{Error, bail};
 use crate::base::files::GivenFiles;
 use crate::base::lease::{Change, Held, Lease};
-use crate::checkpoint::{Checkpoint, TokenizerSource};
+use crate::checkpoint::{Checkpoint, Metadata};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
 use crate::model::{
-    Device, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec, Trained, open,
-    open_given, text,
+    Device, EmbeddingSettings, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec,
+    Trained, open, open_given, text,
 };
 use crate::text::{
     AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, SpecialToken, TextFiles,
@@ -45,6 +45,8 @@ pub struct ServedInfo {
     pub tokenizer: bool,
     /// Whether the model brought its own chat template, if a broken one; ChatML is used where it did not.
     pub chat_template: bool,
+    /// How the model embeds texts.
+    pub embedding: EmbeddingSettings,
 }
 
 /// The work of a served model since it was loaded, and what it holds now.
@@ -88,6 +90,7 @@ pub struct Served {
     chat: Arc<ChatText>,
     templates: HostTemplates,
     sampling: SamplingOptions,
+    embedding: EmbeddingSettings,
     stop_tokens: Vec<u32>,
     /// Roles of tokens by the model's files.
     roles: Vec<(TokenRole, u32)>,
@@ -134,11 +137,11 @@ impl Served {
         checkpoint: Arc<dyn Checkpoint>,
         options: &LoadOptions,
     ) -> Result<Arc<Served>> {
-        let source = &checkpoint.metadata().tokenizer;
-        let (text, model) = text::beside(source, |read| {
+        let metadata = checkpoint.metadata();
+        let (text, model) = text::beside(&metadata.tokenizer, |read| {
             Model::from_checkpoint_beside(checkpoint.clone(), options, read)
         });
-        Self::new(model?, Some(options), source, text?, None)
+        Self::new(model?, Some(options), metadata, text?, None)
     }
 
     /// The model that training began with at `source`, with the weights as they are now. It takes no memory for matrices. Passes and the
@@ -151,8 +154,8 @@ impl Served {
     ) -> Result<Arc<Served>> {
         let text = source.text_files()?;
         let model = Model::of_trained(device, source, trained, new_fingerprint())?;
-        let tokenizer = &source.checkpoint().metadata().tokenizer;
-        Self::new(model, None, tokenizer, text, Some(Leased::new(lease)))
+        let metadata = source.checkpoint().metadata();
+        Self::new(model, None, metadata, text, Some(Leased::new(lease)))
     }
 
     /// Follows weights that a trainer has changed. Sequences keep their tokens, and run them again when they next run; no prefix of the
@@ -170,7 +173,7 @@ impl Served {
     fn new(
         model: Arc<Model>,
         options: Option<&LoadOptions>,
-        source: &TokenizerSource,
+        metadata: &Metadata,
         text: TextFiles,
         leased: Option<Leased>,
     ) -> Result<Arc<Served>> {
@@ -180,12 +183,13 @@ impl Served {
         let Generation {
             stop_tokens,
             sampling,
-        } = generation::read(model.spec(), source, &text)?;
+        } = generation::read(model.spec(), &metadata.tokenizer, &text)?;
         let chat = ChatText::of_model(text.template, text.tokenizer.as_deref());
         Ok(Arc::new(Served {
             blocks: Blocks::new(&model, options),
             runner: Runner::default(),
             roles: roles(model.spec(), text.roles),
+            embedding: EmbeddingSettings::read(&metadata.embedding, model.spec().hidden_size),
             model,
             tokenizer: text.tokenizer,
             chat: Arc::new(chat),
@@ -211,6 +215,7 @@ impl Served {
             model: self.model.info().clone(),
             tokenizer: self.tokenizer.is_some(),
             chat_template: self.has_own_template(),
+            embedding: self.embedding.clone(),
         }
     }
 
@@ -483,6 +488,11 @@ impl Served {
     /// nothing is said.
     pub fn sampling(&self) -> &SamplingOptions {
         &self.sampling
+    }
+
+    /// How the model embeds texts, as far as its files say.
+    pub fn embedding(&self) -> &EmbeddingSettings {
+        &self.embedding
     }
 
     /// The tokens that end a generation: those of the config, of `generation_config.json` or of GGUF metadata, those that the chat

@@ -16,6 +16,10 @@ pub enum Wanted<'a> {
     Last,
     /// Logits of every token.
     All,
+    /// The hidden row of the last token: the output of the final norm. The head does not run.
+    LastHidden,
+    /// The hidden row of every token.
+    AllHidden,
     /// The next token. On a GPU the logits stay on the device.
     Token(Choice<'a>),
     /// The tokens after as many of the segment's tokens as are right.
@@ -28,7 +32,11 @@ impl Wanted<'_> {
         let choice = match self {
             Wanted::Token(choice) => choice,
             Wanted::Verified(how) => &how.choice,
-            Wanted::Nothing | Wanted::Last | Wanted::All => return false,
+            Wanted::Nothing
+            | Wanted::Last
+            | Wanted::All
+            | Wanted::LastHidden
+            | Wanted::AllHidden => return false,
         };
         choice.allowed.is_some()
     }
@@ -98,12 +106,14 @@ pub struct Batch<'a> {
 }
 
 /// The output of a slot.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Output {
     /// The tokens are in the cache; no other output was requested.
     Cached,
     /// The slot's range of logit rows, `vocab_size` numbers each.
     Logits(Range<usize>),
+    /// The slot's hidden rows, `[rows, hidden_size]`.
+    Hidden(Vec<f32>),
     /// The next token.
     Token(u32),
     /// The tokens after the first rows of the segment, as many as stay: the first row, and those of drafted tokens that are right.

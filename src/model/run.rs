@@ -10,7 +10,7 @@ use super::kv::KvArena;
 use super::{KvType, Model, Weights};
 use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
-use crate::base::{Error, Result, call};
+use crate::base::{Error, Result, call, memory};
 use crate::ops::Slice;
 use crate::ops::sample::{self, Choice};
 
@@ -64,11 +64,13 @@ impl Default for Scratch {
     }
 }
 
-/// The rows of a pass with requested logits, in the order of slots.
+/// The rows of a pass with a requested output, in the order of slots.
 #[derive(Default)]
 pub(super) struct RowsWanted {
     /// Rows whose logits are returned, each with its slot.
     pub(super) logits: Vec<(usize, usize)>,
+    /// Rows whose hidden rows are returned, each with its slot.
+    pub(super) hidden: Vec<(usize, usize)>,
     /// Rows from which tokens are chosen.
     pub(super) tokens: Vec<ChosenRow>,
 }
@@ -95,6 +97,7 @@ impl Slots {
         let each = batch.segments.iter().map(|segment| {
             Ok(match segment.wanted {
                 Wanted::Last | Wanted::All => Output::Logits(rows..rows),
+                Wanted::LastHidden | Wanted::AllHidden => Output::Hidden(Vec::new()),
                 Wanted::Nothing | Wanted::Token(_) => Output::Cached,
                 Wanted::Verified(_) => Output::Verified(Vec::new()),
             })
@@ -114,6 +117,22 @@ impl Slots {
             rows.end += 1;
         }
         self.rows += 1;
+    }
+
+    /// Appends hidden rows of a pass to their slots, which are those of `wanted`; `hidden` has them in the same order.
+    pub(super) fn add_hidden(
+        &mut self,
+        wanted: &[(usize, usize)],
+        hidden: &[f32],
+        width: usize,
+    ) -> Result<()> {
+        for (&(_, slot), row) in wanted.iter().zip(hidden.chunks_exact(width)) {
+            if let Ok(Output::Hidden(rows)) = &mut self.outputs[slot] {
+                memory::make_room(rows, width)?;
+                rows.extend_from_slice(row);
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn choose(&mut self, slot: usize, token: Result<u32>) {
@@ -170,7 +189,7 @@ impl Slots {
 
 impl Model {
     /// Runs a batch, and appends the rows of logits that its segments ask for to `logits`, `vocab_size` numbers each. Returns for each
-    /// segment its output, or its own fault: values beyond f16, or no token that could be chosen. For segments that draft, `scratch` has
+    /// segment its output, with hidden rows if it asks for these, or its own fault: values beyond f16, or no token that could be chosen. For segments that draft, `scratch` has
     /// the hidden row of the last position that stays: [`Scratch::take_hidden`].
     ///
     /// Afterwards the blocks of segments without a fault hold the keys and values of their tokens. Those of the others, and of all if the
@@ -296,6 +315,8 @@ impl Model {
                 .logits
                 .iter()
                 .for_each(|&(_, slot)| slots.add_row(slot));
+            let hidden = self.hidden_rows(&rows(&wanted.hidden), &mut scratch.block)?;
+            slots.add_hidden(&wanted.hidden, &hidden, self.spec().hidden_size)?;
             if !wanted.tokens.is_empty() {
                 let of_tokens = chosen_rows(&wanted.tokens);
                 scratch.logits.clear();
@@ -373,6 +394,16 @@ impl Model {
                 block::head(device, spec, self.activations, last, rows, s, logits)
             }
         }
+    }
+
+    /// The hidden rows, `[rows, hidden]`, of `rows` of the residual stream.
+    fn hidden_rows(&self, rows: &[usize], s: &mut block::BlockScratch) -> Result<Vec<f32>> {
+        let (spec, weights) = (self.spec(), self.weights());
+        let mut hidden = memory::zeros(rows.len() * spec.hidden_size)?;
+        if !rows.is_empty() {
+            block::normalize_rows(&self.device, spec, &weights.norm, rows, s)?.read(&mut hidden)?;
+        }
+        Ok(hidden)
     }
 
     /// The model with the cache of a type, for fused kernels.
@@ -493,7 +524,7 @@ fn tokens_of(segments: &[Segment<'_>], parts: &[Part]) -> Vec<u32> {
     parts.iter().flat_map(of).copied().collect()
 }
 
-/// The rows of a pass with requested logits.
+/// The rows of a pass with a requested output.
 pub(super) fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWanted {
     let mut wanted = RowsWanted::default();
     for (start, part) in starts(parts).into_iter().zip(parts) {
@@ -505,6 +536,10 @@ pub(super) fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWante
                 .logits
                 .extend((start..end).map(|row| (row, part.slot))),
             Wanted::Last if is_last => wanted.logits.push((end - 1, part.slot)),
+            Wanted::AllHidden => wanted
+                .hidden
+                .extend((start..end).map(|row| (row, part.slot))),
+            Wanted::LastHidden if is_last => wanted.hidden.push((end - 1, part.slot)),
             Wanted::Token(_) if is_last => wanted.tokens.push(ChosenRow {
                 row: end - 1,
                 slot: part.slot,
@@ -518,7 +553,7 @@ pub(super) fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWante
                     index,
                 }));
             }
-            Wanted::Nothing | Wanted::Last | Wanted::Token(_) => {}
+            Wanted::Nothing | Wanted::Last | Wanted::LastHidden | Wanted::Token(_) => {}
         }
     }
     wanted

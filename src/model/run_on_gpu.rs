@@ -169,6 +169,8 @@ impl Model {
             pass.logits(&rows(&wanted.logits), logits)?;
             let with_logits = wanted.logits.iter();
             with_logits.for_each(|&(_, slot)| slots.add_row(slot));
+            let hidden = pass.hidden_rows(&rows(&wanted.hidden))?;
+            slots.add_hidden(&wanted.hidden, &hidden, self.spec().hidden_size)?;
             let choices = choices(segments, &wanted.tokens);
             let chosen = pass.choose(&chosen_rows(&wanted.tokens), &choices)?;
             let faults = pass.faults()?;
@@ -232,7 +234,10 @@ impl Model {
 /// Whether a decode step can run the segment. The drafter cannot follow a first token there, because no position is before it.
 fn is_step(segment: &Segment<'_>) -> bool {
     let is_first = segment.first == 0 && segment.drafts_after.is_some();
-    let is_other = matches!(segment.wanted, Wanted::Nothing | Wanted::Verified(_));
+    let is_other = matches!(
+        segment.wanted,
+        Wanted::Nothing | Wanted::LastHidden | Wanted::AllHidden | Wanted::Verified(_)
+    );
     segment.tokens.len() == 1 && !is_first && !is_other
 }
 

@@ -215,7 +215,7 @@ impl Tokenizer {
     }
 
     /// The tokens that the model expects before and after every text.
-    pub(super) fn around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
+    pub fn around(&self) -> Result<(Vec<u32>, Vec<u32>)> {
         let (bare, mut whole) = (self.encode("a", false)?, self.encode("a", true)?);
         let at = whole.windows(bare.len().max(1)).position(|w| w == bare);
         let at = at.unwrap_or(whole.len() - bare.len());

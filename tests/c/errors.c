@@ -1213,6 +1213,73 @@ static int32_t write_wrong(void *user, const NVFP4_LogitsEvent *event)
 }
 
 /* A generation whose processor writes what no token can be chosen from fails in one line, and keeps what came before. */
+static void embeddings(NVFP4_Model *model)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    const char *texts[2] = {"a", "b"};
+    int32_t tokens[2] = {1, 2};
+    const int32_t *lists[2] = {tokens, tokens + 1};
+    size_t lengths[2] = {1, 1}, rows[2];
+    NVFP4_EmbedOptions how;
+    BAD(invalid, NVFP4_embed_options_init, NULL, sizeof how);
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_embed_options_init, &how, 12);
+    OK(NVFP4_embed_options_init(&how, sizeof how));
+    BAD(invalid, NVFP4_model_embed_texts, model, texts, lengths, 2, &how, floats, 64, &length, rows);
+    SAYS("the model names no pooling");
+    how.pooling = NVFP4_POOLING_LAST;
+    how.dimensions = 32;
+    HANDLE(NVFP4_model_embed_texts, h, texts, lengths, 2, &how, floats, 64, &length, rows);
+    HANDLE(NVFP4_model_embed, h, lists, lengths, 2, &how, floats, 64, &length, rows);
+    BAD(invalid, NVFP4_model_embed_texts, model, NULL, lengths, 2, &how, floats, 64, &length, rows);
+    BAD(invalid, NVFP4_model_embed_texts, model, texts, NULL, 2, &how, floats, 64, &length, rows);
+    BAD(invalid, NVFP4_model_embed_texts, model, texts, lengths, 2, &how, NULL, 64, &length, rows);
+    BAD(invalid, NVFP4_model_embed_texts, model, texts, lengths, 2, &how, floats, 64, NULL, rows);
+    BAD(invalid, NVFP4_model_embed, model, NULL, lengths, 2, &how, floats, 64, &length, rows);
+    BAD(invalid, NVFP4_model_embed, model, lists, NULL, 2, &how, floats, 64, &length, rows);
+    BAD(NVFP4_BUFFER_TOO_SMALL, NVFP4_model_embed, model, lists, lengths, 2, &how, floats, 63, &length, NULL);
+    CHECK(length == 64);
+    texts[1] = "\xff";
+    BAD(invalid, NVFP4_model_embed_texts, model, texts, lengths, 2, &how, floats, 64, &length, rows);
+    SAYS("texts[1]");
+    tokens[1] = -1;
+    BAD(invalid, NVFP4_model_embed, model, lists, lengths, 2, &how, floats, 64, &length, rows);
+    SAYS("tokens[1]");
+    tokens[1] = 400000;
+    BAD(invalid, NVFP4_model_embed, model, lists, lengths, 2, &how, floats, 64, &length, rows);
+    SAYS("text 1: token 400000");
+    tokens[1] = 2;
+    lengths[1] = 0;
+    BAD(invalid, NVFP4_model_embed, model, lists, lengths, 2, &how, floats, 64, &length, rows);
+    SAYS("text 1: no tokens");
+    lengths[1] = 1;
+    for (int i = 0; i < 9; i++) {
+        how.kv_type = i == 7 ? 3 : NVFP4_KV_FLOAT16;
+        how.is_private = i == 8 ? 2 : 0;
+        how.pooling = i == 0 ? 5 : NVFP4_POOLING_MEAN;
+        how.normalize = i == 1 ? -1 : NVFP4_NORMALIZE_NO;
+        how.truncate = i == 2 ? 2 : 0;
+        how.dimensions = i == 3 ? 65 : 32;
+        how.prompt = i == 4 || i == 5 ? "q" : NULL;
+        how.prompt_length = i == 4 ? 1 : 0;
+        how.prompt_name = i == 5 ? "q" : NULL;
+        how.prompt_name_length = i == 6 ? 1 : 0;
+        BAD(invalid, NVFP4_model_embed, model, lists, lengths, 2, &how, floats, 64, &length, rows);
+        SAYS(i == 0 ? "pooling is 5" : i == 1 ? "normalize is -1" : i == 2 ? "truncate is 2" : i == 3 ? "65 dimensions"
+                : i == 5 ? "give one of both" : i == 6 ? "prompt_name is NULL" : i == 7 ? "kv_type is 3" : i == 8 ? "is_private is 2"
+                : "a prompt for lists of tokens");
+    }
+    OK(NVFP4_embed_options_init(&how, sizeof how));
+    how.struct_size = 12;
+    BAD(NVFP4_ABI_MISMATCH, NVFP4_model_embed, model, lists, lengths, 2, &how, floats, 64, &length, rows);
+    OK(NVFP4_embed_options_init(&how, sizeof how));
+    how.pooling = NVFP4_POOLING_LAST;
+    how.dimensions = 32;
+    OK(NVFP4_model_embed(model, lists, lengths, 2, &how, NULL, 0, &length, rows));
+    CHECK(length == 64 && rows[0] == 1 && rows[1] == 1);
+    OK(NVFP4_model_embed(model, NULL, NULL, 0, &how, floats, 64, &length, NULL));
+    CHECK(length == 0);
+}
+
 static void processors(NVFP4_Model *model)
 {
     static const char *says[] = {"written NaN as the logit of token 319 at position ", "written inf", "left no token at position "};
@@ -1610,6 +1677,7 @@ int main(int argc, char **argv)
     grammars(model);
     adapters(model, argv[2]);
     adjustments(model);
+    embeddings(model);
     processors(model);
     data(argv[2]);
     training(argv[2]);

@@ -732,6 +732,34 @@ void streams(const std::string &path)
         CHECK(status_of([&] { nvfp4::Grammar(model, "{\"type\": 3}"); }) == NVFP4_INVALID_ARGUMENT);
     }
 
+    /* Embeddings, of texts and of their tokens. */
+    {
+        nvfp4::EmbedOptions how;
+        how.pooling = NVFP4_POOLING_MEAN;
+        how.normalize = NVFP4_NORMALIZE_YES;
+        how.dimensions = 16;
+        const nvfp4::Embeddings two = model.embed({"one", "and another"}, how);
+        CHECK(two.dimensions == 16 && two.rows == std::vector<std::size_t>({1, 1}) && two.values.size() == 32);
+        double length = 0;
+        for (const float x : two.row(1))
+            length += static_cast<double>(x) * static_cast<double>(x);
+        CHECK(std::fabs(length - 1) < 1e-5);
+        const nvfp4::Embeddings alike = model.embed_tokens({model.tokenize("one"), model.tokenize("and another")}, how);
+        CHECK(alike.values == two.values);
+        how.prompt_text = "and ";
+        CHECK(model.embed({"another"}, how).values == std::vector<float>(two.values.begin() + 16, two.values.end()));
+        how.prompt_called = "query";
+        CHECK(status_of([&] { model.embed({"another"}, how); }) == NVFP4_INVALID_ARGUMENT);
+        how.prompt_text.reset();
+        CHECK(status_of([&] { model.embed({"another"}, how); }) == NVFP4_INVALID_ARGUMENT);
+        nvfp4::EmbedOptions whole;
+        CHECK(status_of([&] { model.embed({"one"}, whole); }) == NVFP4_INVALID_ARGUMENT);
+        whole.pooling = NVFP4_POOLING_NONE;
+        const nvfp4::Embeddings rows = model.embed_tokens({{1, 2, 3}, {4}}, whole);
+        CHECK(rows.dimensions == 64 && rows.rows == std::vector<std::size_t>({3, 1}) && rows.values.size() == 256);
+        CHECK(model.embed({}, whole).values.empty());
+    }
+
     /* Biases and bad words decide on tokens, wherever they are chosen. */
     {
         nvfp4::GenerateOptions biased = options;

@@ -221,6 +221,7 @@ fn a_directory_says_what_each_layer_is() {
     let metadata = Metadata {
         config: Some(json!({"model_type": "qwen2", "tie_word_embeddings": true})),
         tokenizer: TokenizerSource::None,
+        embedding: Vec::new(),
     };
     let (codes, scales) = (codes(5 * 32), scales(5));
     let write = |codes: &[u8], scales: &[f32]| -> Result<()> {

@@ -8,7 +8,7 @@ use NVFP4::base::{Error, ErrorKind, env};
 use NVFP4::engine::Served;
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::convert::{Container, ConvertOptions, convert};
-use NVFP4::model::{self, Device, LoadOptions};
+use NVFP4::model::{self, Device, LoadOptions, Pooling};
 use NVFP4::session::{GenerateOptions, Session, SessionOptions};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -776,5 +776,37 @@ fn gguf_files_say_where_turns_end() {
         })
         .unwrap();
         assert_eq!(load(&to).unwrap().stop_tokens(), expected);
+    }
+}
+
+#[test]
+fn gguf_files_say_how_texts_are_embedded() {
+    let pool = Pool::new(1).unwrap();
+    for (kind, expected) in [
+        (0u32, None),
+        (1, Some(Pooling::Mean)),
+        (2, Some(Pooling::Cls)),
+        (3, Some(Pooling::Last)),
+        // A reranker embeds nothing.
+        (4, None),
+    ] {
+        let mut model = good();
+        model.pairs = vec![Gguf::pair("qwen3.pooling_type", 4, &kind.to_le_bytes())];
+        let scratch = Scratch::new();
+        let path = model.write("gguf", &scratch);
+        let out = Scratch::new();
+        let to = out.0.join("out");
+        let options = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+        let source = model::open(&path).unwrap();
+        convert(&*source, &to, &options, &pool, &mut |_| {
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        for path in [path, to] {
+            let loaded = load(&path).unwrap();
+            let settings = loaded.embedding();
+            assert_eq!((settings.pooling, &settings.fault), (expected, &None));
+            assert_eq!(settings.normalize, expected.is_some());
+        }
     }
 }

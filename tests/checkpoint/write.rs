@@ -186,6 +186,7 @@ fn modelopt_directory_reads_back_and_with_the_reference_implementation() {
     let metadata = Metadata {
         config: Some(serde_json::json!({"model_type": "qwen3", "quantization_config": {"old": 1}})),
         tokenizer: TokenizerSource::Directory(source.clone()),
+        embedding: Vec::new(),
     };
     let path = scratch.0.join("out");
     let mut writer = Box::new(ModelOptWriter::create(&path, &plan(), &metadata).unwrap());
@@ -459,6 +460,7 @@ fn an_unfinished_directory_goes_away_and_an_old_one_stays() {
     let own = Metadata {
         config: None,
         tokenizer: TokenizerSource::Directory(path.clone()),
+        embedding: Vec::new(),
     };
     refused(ModelOptWriter::create(&path, &plan(), &own), "being read");
     refused(ModelOptWriter::replace(&path, &plan(), &own), "being read");
@@ -488,6 +490,7 @@ fn companions_go_beside_a_dat_and_never_replace_others() {
     let metadata = Metadata {
         config: Some(serde_json::json!({"model_type": "qwen3", "quantization_config": {}})),
         tokenizer: TokenizerSource::Directory(source),
+        embedding: Vec::new(),
     };
     let extra = [("chat_template.jinja".to_owned(), b"x".to_vec())];
     for _ in 0..2 {
@@ -510,6 +513,7 @@ fn companions_go_beside_a_dat_and_never_replace_others() {
     let other = Metadata {
         config: Some(serde_json::json!({"model_type": "llama"})),
         tokenizer: TokenizerSource::None,
+        embedding: Vec::new(),
     };
     let error = write_companions(&out, &other, &[]).unwrap_err();
     assert!(error.message().contains("config.json"), "{error}");

@@ -55,6 +55,7 @@ static partial class Tests
             Run("adjustments", Adjustments);
             Run("processors of logits", Processors);
             Run("pools", Pools);
+            Run("embeddings", Embeddings);
             Run("exceptions from handlers", HandlersThrow);
             Run("files in memory", FilesInMemory);
             Run("typed exceptions", TypedExceptions);
@@ -820,6 +821,33 @@ static partial class Tests
             Throws<Nvfp4ArgumentException>(() => session.Sample(options), "logit bias");
             Throws<Nvfp4ArgumentException>(() => session.Generate(new GenerateOptions { BadWords = new[] { new int[0] } }), "bad word 0 is empty");
             Throws<Nvfp4ArgumentException>(() => session.Generate(new GenerateOptions { LogitBias = new Dictionary<int, float> { { 5000, 1 } } }), "token 5000");
+        }
+    }
+
+    /// Texts and tokens are embedded alike, as the options say.
+    static void Embeddings()
+    {
+        var mean = new EmbedOptions { Pooling = Pooling.Mean, Normalize = Normalize.Yes, Dimensions = 16, Prompt = "" };
+        string[] texts = { "one", "and another" };
+        float[][] rows = model.Embed(texts, mean);
+        Check(rows.Length == 2 && rows.All(row => row.Length == 16 && Math.Abs(row.Sum(x => x * x) - 1) < 1e-5), "rows");
+        int[][] tokens = texts.Select(text => model.Tokenizer.Encode(text, true)).ToArray();
+        mean.Prompt = null;
+        Check(model.Embed(tokens, mean).Zip(rows, (a, b) => a.SequenceEqual(b)).All(same => same), "tokens");
+        mean.Prompt = "and ";
+        Check(model.Embed(new[] { "another" }, mean)[0].SequenceEqual(rows[1]), "prompt");
+        float[][][] states = model.HiddenStates(tokens);
+        Check(states.Length == 2 && states[1].Length == tokens[1].Length && states[0][0].Length == 64, "hidden states");
+        Check(model.HiddenStates(texts)[1][0].SequenceEqual(states[1][0]), "hidden states of texts");
+        Same(0, model.Embed(new string[0], mean).Length);
+        Throws<Nvfp4ArgumentException>(() => model.Embed(texts), "names no pooling");
+        Throws<Nvfp4ArgumentException>(() => model.Embed(texts, new EmbedOptions { Pooling = Pooling.Last, PromptName = "query" }), "no prompt 'query'");
+        Throws<Nvfp4ArgumentException>(() => model.Embed(new[] { new int[0] }, new EmbedOptions { Pooling = Pooling.Last }), "text 0: no tokens");
+        Throws<ArgumentNullException>(() => model.Embed(new string[] { null }, mean), "texts");
+        using (var source = new CancellationTokenSource())
+        {
+            source.Cancel();
+            Throws<OperationCanceledException>(() => model.Embed(texts, mean, null, source.Token), "");
         }
     }
 

@@ -370,6 +370,14 @@ pool_program() {
         csc pool.dll -r:LibNVFP4.dll pool.cs && [ "$("$sdk/dotnet" pool.dll)" = 好語😀é ]
 }
 
+# The programs of docs/hosts.md with embeddings.
+embedding_programs() {
+    program_of_page 4 fsharp "$work/first/embed.fsx" && program_of_page 5 csharp "$work/first/embed.cs" && cd "$work/first" || return 1
+    ln -sfn "$root/tests/golden/embedding/qwen3" qwen3-embedding && csc embed.dll -r:LibNVFP4.dll embed.cs && "$sdk/dotnet" embed.dll >near || return 1
+    [ "$(grep -cE '^-?0\.[0-9]{3} [TG]' near)" -eq 2 ] &&
+        "$sdk/dotnet" exec "$sdk"/sdk/*/FSharp/fsi.exe --quiet --exec embed.fsx | diff near -
+}
+
 # Whole programs of any page in C#, compiled, and in F#, by one start of its compiler.
 page_programs() {
     mkdir -p "$work/pages/csharp" "$work/pages/fsharp" && python3 tests/readme/blocks.py write csharp "$work/pages/csharp" &&
@@ -448,6 +456,7 @@ if [ -e "$work/core/LibNVFP4.FSharp.dll" ]; then
     check "programs of docs/hosts.md with queues" queue_programs
     check "programs of docs/hosts.md with a model from memory" memory_programs
     check "program of docs/hosts.md with a pool" pool_program
+    check "programs of docs/hosts.md with embeddings" embedding_programs
     check "programs of the pages" page_programs
     for dotnet in "$sdk/dotnet" $(command -v dotnet); do
         check "C# examples by their projects, SDK $("$dotnet" --version)" csharp_examples "$dotnet"

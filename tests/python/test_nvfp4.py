@@ -1683,6 +1683,42 @@ class Conversations(unittest.TestCase):
         self.assertNotEqual(made, came)
         self.assertNotIn(tuple(came[2:4]), list(zip(made, made[1:])))
 
+    def test_embeddings(self):
+        folder = os.path.join(ROOT, "tests", "golden", "embedding", "qwen3")
+        model = nvfp4.Model(folder, device="cpu", threads=1)
+        texts = ["What is the capital of China?", "", "Gravity attracts two bodies."]
+        out = model.embed(texts)
+        self.assertEqual((out.shape, out.dtype), ((3, 48), "float32"))
+        rows = out.tolist()
+        for row in rows:
+            self.assertAlmostEqual(sum(x * x for x in row), 1, 5)
+        tokens = [model.tokenizer.encode(text) for text in texts]
+        self.assertEqual(model.embed(iter(tokens)).tolist(), rows)
+        self.assertEqual(model.embed(texts, prompt="").tolist(), rows)
+        self.assertEqual(model.embed([text.encode() for text in texts], prompt_name="document").tolist(), rows)
+        prompts = model.info["embedding"]["prompts"]
+        self.assertEqual(model.embed([prompts["query"] + texts[0]]).tolist(), model.embed(texts[:1], prompt_name="query").tolist())
+        few = model.embed(texts, dimensions=16, normalize="no").tolist()
+        self.assertEqual([len(row) for row in few], [16] * 3)
+        states = model.hidden_states(texts)
+        self.assertEqual([state.shape for state in states], [(len(ids), 48) for ids in tokens])
+        self.assertEqual([state.tolist()[-1][:16] for state in states], few)
+        self.assertEqual((model.embed([]).shape, model.hidden_states([])), ((0, 0), []))
+        seen = []
+        model.embed(texts, is_private=True, progress=lambda done, total: seen.append((done, total)))
+        self.assertEqual(seen[-1], (sum(map(len, tokens)),) * 2)
+        for what, error, says in (("a text", TypeError, "a list of one|into a list"), (["a", [1]], TypeError, "1 of 2"),
+                                  ([[1], []], nvfp4.InvalidArgument, "text 1: no tokens"), (["a " * 600], nvfp4.ContextFull, "takes 512")):
+            self.assertRaisesRegex(error, says, model.embed, what)
+        for options, says in (({"prompt_name": "quest"}, "query, document"), ({"pooling": "max"}, "mean"), ({"dimensions": 49}, "has 48"),
+                              ({"prompt": "a", "prompt_name": "query"}, "one of both")):
+            self.assertRaisesRegex(nvfp4.InvalidArgument, says, model.embed, ["a"], **options)
+        self.assertEqual(model.embed(["a " * 600], truncate=True).shape, (1, 48))
+        cancel = nvfp4.Cancel()
+        cancel.trigger()
+        self.assertRaises(nvfp4.Cancelled, model.embed, texts, cancel=cancel)
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "names no pooling", self.model.embed, ["a"])
+
     def test_logits_processors(self):
         seen = []
 

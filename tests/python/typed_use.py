@@ -99,6 +99,10 @@ def sessions() -> None:
     assert_type(session.score([[1, 2], (3,)])[0].total, float)
     assert_type(model.log_probabilities("a", after=[1]), List[float])
     assert_type(session.top_log_probabilities, List[Tuple[int, float]])
+    assert_type(model.embed(["a", "b"], pooling="mean", dimensions=4, prompt_name="query"), nvfp4.Tensor)
+    assert_type(model.hidden_states([[1, 2], (3,)], normalize="yes"), List[nvfp4.Tensor])
+    model.embed(["a"], pooling="max")  # type: ignore[arg-type]
+    model.hidden_states(["a"], pooling="mean")  # type: ignore[call-arg]
     session.generate(logits_processor=once)
     session.generate(logits_processor=3)  # type: ignore[arg-type]
     session.generate(bad_words=["a"])  # type: ignore[list-item]

@@ -91,6 +91,43 @@ pool_example() {
         docs/hosts.md >"$work/pool.py" && answers "Because. " python3 "$work/pool.py"
 }
 
+# The C, C++ and Python programs of the page with embeddings print the same, and the command takes the line beneath them.
+embeddings() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    local folder=$work/embeddings language
+    mkdir -p "$folder" && ln -sfn "$PWD/tests/golden/embedding/qwen3" "$folder/qwen3-embedding" || return 1
+    for language in c cpp python; do
+        awk -v fence="\`\`\`$language" '$0 == fence { on = 1; text = ""; next }
+            /^```/ { if (on && text ~ /qwen3-embedding/) printf "%s", text; on = 0 } on { text = text $0 "\n" }' docs/hosts.md >"$folder/near.$language" || return 1
+    done
+    gcc -std=c99 -pedantic-errors -Wall -Werror -Iinclude "$folder/near.c" -o "$folder/near-c" -L"$build" -lNVFP4 -Wl,-rpath,"$build" &&
+        g++ -std=c++17 -pedantic-errors -Wall -Werror -Iinclude "$folder/near.cpp" -o "$folder/near-cpp" -L"$build" -lNVFP4 -Wl,-rpath,"$build" -pthread ||
+        return 1
+    cd "$folder" && ./near-c >c && ./near-cpp >cpp && python3 near.python >python && [ "$(grep -cE '^-?0\.[0-9]{3} [TG]' c)" -eq 2 ] && cmp c cpp && cmp c python &&
+        eval "$(grep '^    nvfp4 embed' "$OLDPWD/docs/hosts.md" | sed "s|nvfp4|$build/nvfp4|")" >table && grep -q 'cosines of 48 dimensions' table
+}
+
+# The reranker of docs/conversation.md scores a document as its logits do, and shares the beginning of the prompts.
+reranker() {
+    export PYTHONPATH=$PWD/bindings/python NVFP4_LIB_PATH=$build PYTHONDONTWRITEBYTECODE=1
+    local folder=$work/reranker
+    mkdir -p "$folder" && ln -sfn "$PWD/tests/golden/embedding/qwen3" "$folder/qwen3-reranker" || return 1
+    awk '/^```python/ { on = 1; text = ""; next }
+        /^```/ { if (on && text ~ /qwen3-reranker/) printf "%s", text; on = 0 } on { text = text $0 "\n" }' docs/conversation.md >"$folder/rank.py" || return 1
+    cat >"$folder/check.py" <<'END'
+import rank
+model = rank.nvfp4.Model("qwen3-reranker", device="cpu")
+encode = model.tokenizer.encode
+for document, score in zip(rank.documents, rank.rank(model, "Why?", rank.documents)):
+    session = model.session()
+    asked = f"<Instruct>: {rank.TASK}\n<Query>: Why?\n<Document>: {document}"
+    session.prefill(encode(rank.BEFORE, add_special=False) + encode(asked, add_special=False) + encode(rank.AFTER, add_special=False))
+    yes, no = (session.logits()[encode(word, add_special=False)[0]] for word in ("yes", "no"))
+    assert abs(score - 1 / (1 + rank.math.exp(no - yes))) < 1e-5, (score, yes, no)
+END
+    cd "$folder" && python3 rank.py >said && [ "$(grep -cE '^[01]\.[0-9]{3} [TG]' said)" -eq 2 ] && python3 check.py >said
+}
+
 # Every variable that the library reads, and no other of its own.
 environment() {
     diff --label docs/environment.md --label src/base/env.rs -u \
@@ -196,6 +233,8 @@ check "the asyncio program answers" asyncio_example
 check "the programs with a processor of logits" processors
 check "the programs with a model from memory" from_memory
 check "the Python program with a pool" pool_example
+check "the programs with embeddings" embeddings
+check "the reranker" reranker
 check "the environment variables" environment
 check "the links" links
 check "every block of code" every_block

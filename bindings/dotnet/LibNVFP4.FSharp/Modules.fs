@@ -113,6 +113,15 @@ module Model =
     /// The special tokens, and others with a role, in order of their ids.
     let specialTokens (model: Model) = model.Tokenizer.SpecialTokens() |> List.ofSeq
 
+    /// The embeddings of texts, as the model asks for them.
+    let embed (model: Model) (texts: string seq) = model.Embed(texts)
+
+    /// The embeddings of texts.
+    let embedWith (options: EmbedOptions) (model: Model) (texts: string seq) = model.Embed(texts, options)
+
+    /// The hidden states of texts: a row for each token of each.
+    let hiddenStates (model: Model) (texts: string seq) = model.HiddenStates(texts)
+
 /// Text of tokens as they come, for those who step many sequences.
 [<RequireQualifiedAccess>]
 module Detokenizer =

@@ -395,6 +395,32 @@ namespace LibNVFP4
         ToolCall = 2,
     }
 
+    /// <summary>The rows of a text that make its embedding.</summary>
+    public enum Pooling
+    {
+        /// <summary>The pooling that the model's files name; without one, <see cref="Status.InvalidArgument"/>.</summary>
+        Model = 0,
+        /// <summary>The hidden row of the last token.</summary>
+        Last = 1,
+        /// <summary>The mean of the hidden rows of all tokens.</summary>
+        Mean = 2,
+        /// <summary>The hidden row of the first token.</summary>
+        Cls = 3,
+        /// <summary>None: the hidden row of every token, which the final norm gives and the output head reads.</summary>
+        None = 4,
+    }
+
+    /// <summary>Whether embeddings are divided by their length.</summary>
+    public enum Normalize
+    {
+        /// <summary>Normalized if the model's files say so; never without pooling.</summary>
+        Model = 0,
+        /// <summary>As pooling gives them.</summary>
+        No = 1,
+        /// <summary>Divided by their Euclidean length, so that a dot product of two is the cosine of their angle.</summary>
+        Yes = 2,
+    }
+
     /// <summary>Learning rate after the warm-up.</summary>
     public enum Schedule
     {

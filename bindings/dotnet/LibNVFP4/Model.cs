@@ -56,7 +56,7 @@ namespace LibNVFP4
     }
 
     /// <summary>A loaded model. It is immutable: any number of sessions, on any threads, may run it at once. A session keeps it alive, so it may be disposed of before its sessions.</summary>
-    public sealed unsafe class Model : IDisposable
+    public sealed unsafe partial class Model : IDisposable
     {
         internal readonly ModelHandle Handle;
 

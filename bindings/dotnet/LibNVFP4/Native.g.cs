@@ -770,6 +770,40 @@ namespace LibNVFP4
         internal UIntPtr TopCount;
     }
 
+    // How to embed texts. Fill with NVFP4_embed_options_init(), then change what is to differ.
+    [StructLayout(LayoutKind.Sequential)]
+    internal unsafe struct NativeEmbedOptions
+    {
+        // sizeof(NVFP4_EmbedOptions) as the caller knows it.
+        internal uint StructSize;
+        // One of NVFP4_POOLING_*. Default: that of the model.
+        internal int Pooling;
+        // One of NVFP4_NORMALIZE_*. Default: what the model says.
+        internal int Normalize;
+        // 1 to cut texts with more tokens than the model takes; the tokens that end every text stay. 0 refuses them with
+        // #NVFP4_CONTEXT_FULL. Default: 0.
+        internal int Truncate;
+        // One of NVFP4_KV_*: the type of keys and values, which live while a text runs. Default: half precision.
+        internal int KvType;
+        // 1 keeps texts out of the prefix cache, which pooling by the last token uses: no text begins with the blocks of another one or of
+        // a session. Default: 0.
+        internal int IsPrivate;
+        // Number of first elements that are kept, before they are normalized; 0 for all. For models whose embeddings may be cut, of
+        // Matryoshka training. Default: 0.
+        internal UIntPtr Dimensions;
+        // A text that goes before each text, such as an instruction, in UTF-8; NULL for the prompt of `prompt_name`. Default: NULL.
+        internal byte* Prompt;
+        // Bytes of `prompt`, which may be none.
+        internal UIntPtr PromptLength;
+        // The name of one of the model's prompts, such as "query", in UTF-8; NULL for the model's default prompt, which most models have
+        // not. Default: NULL.
+        internal byte* PromptName;
+        // Bytes of `prompt_name`.
+        internal UIntPtr PromptNameLength;
+        // Cancels the call and reports the tokens run; NULL for neither. Default: NULL.
+        internal NativeCallOptions* Call;
+    }
+
     // How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call only.
     [StructLayout(LayoutKind.Sequential)]
     internal unsafe struct NativeTrainerOptions
@@ -2235,6 +2269,40 @@ namespace LibNVFP4
         // Gives up a reference to a detokenizer. After the last one the handle is stale.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
         internal static extern int NVFP4_detokenizer_release(IntPtr detokenizer);
+
+        // Embeddings: numbers that stand for texts, near each other for texts of like meaning.
+
+        // Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_EmbedOptions).
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_embed_options_init(NativeEmbedOptions* options, uint structSize);
+
+        // Embeds texts: one row of numbers for each, `[count, dimensions]` in the order of the texts. The prompt goes before each text, and
+        // the tokens that the model expects around every text are added, as sentence-transformers does; names of special tokens in a text
+        // become those tokens. An empty text has these tokens alone; one that has none is #NVFP4_INVALID_ARGUMENT, as every other text that
+        // cannot be embedded, with its number. No texts are no error.
+        //
+        // Everything is checked before the first token runs. Texts run together, beside the tokens of other threads, and long ones in
+        // several passes; where memory for keys and values is short, fewer of them at a time. On the CPU an embedding has the same bits
+        // whatever is embedded with it. From any thread at any time, several calls at once.
+        //
+        // - `texts`, `lengths`: `count` texts in UTF-8 with their lengths in bytes.
+        // - `options`: NULL for the defaults.
+        // - `embeddings`, `capacity`, `length`: see ARRAYS OUT above. The numbers of elements are those of the model's rows, `hidden_size`
+        //   of NVFP4_model_info(), or `dimensions` of the options. A call that fails may have written some.
+        // - `rows`: receives the number of rows of each text, which is 1 with pooling and its number of tokens without; may be NULL.
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_embed_texts(ModelHandle model, byte** texts, UIntPtr* lengths, UIntPtr count,
+            NativeEmbedOptions* options, float* embeddings, UIntPtr capacity, UIntPtr* length, UIntPtr* rows);
+
+        // Embeds lists of tokens as they are: without a prompt, and without tokens that the model expects around a text. Otherwise as
+        // NVFP4_model_embed_texts(); a list without tokens is #NVFP4_INVALID_ARGUMENT.
+        //
+        // - `tokens`, `lengths`: `count` arrays of tokens with their lengths.
+        // - `options`: NULL for the defaults.
+        // - `embeddings`, `capacity`, `length`, `rows`: as for NVFP4_model_embed_texts().
+        [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]
+        internal static extern int NVFP4_model_embed(ModelHandle model, int** tokens, UIntPtr* lengths, UIntPtr count,
+            NativeEmbedOptions* options, float* embeddings, UIntPtr capacity, UIntPtr* length, UIntPtr* rows);
 
         // Training: steps on a model's weights, which are stored in 4 bits with their optimizer's moments.
 

@@ -26,7 +26,38 @@ namespace LibNVFP4
         }
     }
 
-    /// Continuations to be scored.
+    /// Texts to be embedded.
+    internal sealed unsafe class PinnedStrings : Pinned
+    {
+        internal readonly byte** Texts;
+        internal readonly UIntPtr* Lengths;
+        internal readonly int Count;
+
+        internal PinnedStrings(IEnumerable<string> texts)
+        {
+            var places = new List<IntPtr>();
+            var lengths = new List<UIntPtr>();
+            try
+            {
+                foreach (string text in texts)
+                {
+                    byte[] bytes = Interop.Utf8(text, nameof(texts));
+                    places.Add(Pin(bytes));
+                    lengths.Add(Interop.Size(bytes.Length));
+                }
+                Texts = (byte**)Pin(places.ToArray());
+                Lengths = (UIntPtr*)Pin(lengths.ToArray());
+                Count = places.Count;
+            }
+            catch
+            {
+                Dispose();
+                throw;
+            }
+        }
+    }
+
+    /// Lists of tokens: continuations to be scored, or texts to be embedded.
     internal sealed unsafe class PinnedTexts : Pinned
     {
         internal readonly int** Texts;
@@ -43,7 +74,7 @@ namespace LibNVFP4
                 foreach (int[] tokens in texts)
                 {
                     if (tokens == null)
-                        throw new ArgumentNullException(nameof(texts), "a continuation is null");
+                        throw new ArgumentNullException(nameof(texts), "a list of tokens is null");
                     places.Add(Pin(tokens));
                     sizes.Add(Interop.Size(tokens.Length));
                     Total += tokens.Length;

@@ -8,12 +8,12 @@ from typing import Any, Dict, NamedTuple, Tuple
 
 __all__ = [
     "ABI_VERSION", "CHOICES", "CHOSEN", "CalibrateOptions", "CallOptions", "ChatOptions", "ConvertOptions", "DataOptions", "Deleter",
-    "FUNCTIONS", "FileRead", "FileRelease", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions", "LoadOptions",
-    "LogCallback", "LogRelease", "LogitsEvent", "LogitsProcessor", "Message", "MicroBatch", "ModelFile", "ModelStatistics", "NamedTensor",
-    "OptimizerOptions", "Plan", "PlanOptions", "PoolRelease", "PoolSubmit", "PoolTask", "ProgressCallback", "QuantizeOptions", "QueueEvent",
-    "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "SpecialToken", "Status", "StepOptions", "StepReport",
-    "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR", "VERSION_NUMBER", "VERSION_PATCH",
-    "WeightOptions",
+    "EmbedOptions", "FUNCTIONS", "FileRead", "FileRelease", "Function", "GenerateOptions", "GenerationResult", "GrammarOptions",
+    "LoadOptions", "LogCallback", "LogRelease", "LogitsEvent", "LogitsProcessor", "Message", "MicroBatch", "ModelFile", "ModelStatistics",
+    "NamedTensor", "OptimizerOptions", "Plan", "PlanOptions", "PoolRelease", "PoolSubmit", "PoolTask", "ProgressCallback",
+    "QuantizeOptions", "QueueEvent", "QueueOptions", "SEED_NEW", "STATUSES", "SchemaResult", "SessionOptions", "SpecialToken", "Status",
+    "StepOptions", "StepReport", "SubmitOptions", "TokenCallback", "TokenEvent", "TrainerOptions", "VERSION_MAJOR", "VERSION_MINOR",
+    "VERSION_NUMBER", "VERSION_PATCH", "WeightOptions",
 ]
 
 # Version of the library this header belongs to.
@@ -344,6 +344,28 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # A complete tool call: a JSON object with `id`, `type` and `function`, which has `name` and `arguments`, a string of JSON.
         "tool_call": 2,
     },
+    # The rows of a text that make its embedding.
+    "pooling": {
+        # The pooling that the model's files name; without one, #NVFP4_INVALID_ARGUMENT.
+        "model": 0,
+        # The hidden row of the last token.
+        "last": 1,
+        # The mean of the hidden rows of all tokens.
+        "mean": 2,
+        # The hidden row of the first token.
+        "cls": 3,
+        # None: the hidden row of every token, which the final norm gives and the output head reads.
+        "none": 4,
+    },
+    # Whether embeddings are divided by their length.
+    "normalize": {
+        # Normalized if the model's files say so; never without pooling.
+        "model": 0,
+        # As pooling gives them.
+        "no": 1,
+        # Divided by their Euclidean length, so that a dot product of two is the cosine of their angle.
+        "yes": 2,
+    },
     # Learning rate after the warm-up.
     "schedule": {
         # The rate stays constant after the warm-up.
@@ -481,6 +503,7 @@ CHOSEN: Dict[str, Dict[str, str]] = {
     "ChatOptions": {},
     "QueueOptions": {},
     "SubmitOptions": {},
+    "EmbedOptions": {"pooling": "pooling", "normalize": "normalize", "kv_type": "kv"},
     "TrainerOptions": {"schedule": "schedule", "clip": "clip", "weights": "weight_form", "first_moments": "first_moment",
         "second_moments": "second_moment", "tables": "tables", "weight_scales": "recipe", "teacher_memory": "teacher"},
     "DataOptions": {"format": "data", "long_rows": "long", "empty_think": "empty_think"},
@@ -1301,6 +1324,44 @@ class QueueEvent(Structure):
         ("top_tokens", c_void_p),
         ("top_log_probabilities", c_void_p),
         ("top_count", c_size_t),
+    ]
+
+
+class EmbedOptions(Structure):
+    """
+    How to embed texts. Fill with NVFP4_embed_options_init(), then change what is to differ.
+
+    - `struct_size`: sizeof(NVFP4_EmbedOptions) as the caller knows it.
+    - `pooling`: One of NVFP4_POOLING_*. Default: that of the model.
+    - `normalize`: One of NVFP4_NORMALIZE_*. Default: what the model says.
+    - `truncate`: 1 to cut texts with more tokens than the model takes; the tokens that end every text stay. 0 refuses them with
+      #NVFP4_CONTEXT_FULL. Default: 0.
+    - `kv_type`: One of NVFP4_KV_*: the type of keys and values, which live while a text runs. Default: half precision.
+    - `is_private`: 1 keeps texts out of the prefix cache, which pooling by the last token uses: no text begins with the blocks of another
+      one or of a session. Default: 0.
+    - `dimensions`: Number of first elements that are kept, before they are normalized; 0 for all. For models whose embeddings may be cut,
+      of Matryoshka training. Default: 0.
+    - `prompt`: A text that goes before each text, such as an instruction, in UTF-8; NULL for the prompt of `prompt_name`. Default: NULL.
+    - `prompt_length`: Bytes of `prompt`, which may be none.
+    - `prompt_name`: The name of one of the model's prompts, such as "query", in UTF-8; NULL for the model's default prompt, which most
+      models have not. Default: NULL.
+    - `prompt_name_length`: Bytes of `prompt_name`.
+    - `call`: Cancels the call and reports the tokens run; NULL for neither. Default: NULL.
+    """
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("pooling", c_int32),
+        ("normalize", c_int32),
+        ("truncate", c_int32),
+        ("kv_type", c_int32),
+        ("is_private", c_int32),
+        ("dimensions", c_size_t),
+        ("prompt", c_void_p),
+        ("prompt_length", c_size_t),
+        ("prompt_name", c_void_p),
+        ("prompt_name_length", c_size_t),
+        ("call", c_void_p),
     ]
 
 
@@ -2854,6 +2915,41 @@ FUNCTIONS: Tuple[Function, ...] = (
         NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer)
 
         Gives up a reference to a detokenizer. After the last one the handle is stale.
+        """),
+
+    # Embeddings: numbers that stand for texts, near each other for texts of like meaning.
+    Function("embed_options_init", (c_void_p, c_uint32), Status, """
+        NVFP4_embed_options_init(NVFP4_EmbedOptions *options, uint32_t struct_size)
+
+        Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_EmbedOptions).
+        """),
+    Function("model_embed_texts", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
+        NVFP4_model_embed_texts(const NVFP4_Model *model, const char *const *texts, const size_t *lengths, size_t count, const NVFP4_EmbedOptions *options, float *embeddings, size_t capacity, size_t *length, size_t *rows)
+
+        Embeds texts: one row of numbers for each, `[count, dimensions]` in the order of the texts. The prompt goes before each text, and
+        the tokens that the model expects around every text are added, as sentence-transformers does; names of special tokens in a text
+        become those tokens. An empty text has these tokens alone; one that has none is #NVFP4_INVALID_ARGUMENT, as every other text that
+        cannot be embedded, with its number. No texts are no error.
+
+        Everything is checked before the first token runs. Texts run together, beside the tokens of other threads, and long ones in several
+        passes; where memory for keys and values is short, fewer of them at a time. On the CPU an embedding has the same bits whatever is
+        embedded with it. From any thread at any time, several calls at once.
+
+        - `texts`, `lengths`: `count` texts in UTF-8 with their lengths in bytes.
+        - `options`: NULL for the defaults.
+        - `embeddings`, `capacity`, `length`: see ARRAYS OUT above. The numbers of elements are those of the model's rows, `hidden_size` of
+          NVFP4_model_info(), or `dimensions` of the options. A call that fails may have written some.
+        - `rows`: receives the number of rows of each text, which is 1 with pooling and its number of tokens without; may be NULL.
+        """),
+    Function("model_embed", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
+        NVFP4_model_embed(const NVFP4_Model *model, const int32_t *const *tokens, const size_t *lengths, size_t count, const NVFP4_EmbedOptions *options, float *embeddings, size_t capacity, size_t *length, size_t *rows)
+
+        Embeds lists of tokens as they are: without a prompt, and without tokens that the model expects around a text. Otherwise as
+        NVFP4_model_embed_texts(); a list without tokens is #NVFP4_INVALID_ARGUMENT.
+
+        - `tokens`, `lengths`: `count` arrays of tokens with their lengths.
+        - `options`: NULL for the defaults.
+        - `embeddings`, `capacity`, `length`, `rows`: as for NVFP4_model_embed_texts().
         """),
 
     # Training: steps on a model's weights, which are stored in 4 bits with their optimizer's moments.

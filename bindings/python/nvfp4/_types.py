@@ -4,8 +4,8 @@ from typing import Literal, TypedDict
 
 __all__ = [
     "Activations", "Clip", "ComputePath", "Container", "DataFormat", "Dtype", "EmptyThink", "Eviction", "Finish", "FirstMoments",
-    "Format", "GrammarKind", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Outcome", "Part", "Recipe", "Rounding",
-    "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "TokenRole", "ToolCalls", "WeightForm",
+    "Format", "GrammarKind", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Normalize", "Outcome", "Part", "Pooling", "Recipe",
+    "Rounding", "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "TokenRole", "ToolCalls", "WeightForm",
 ]
 
 # Severity of log messages.
@@ -46,6 +46,10 @@ ToolCalls = Literal["free", "held", "required"]
 GrammarKind = Literal["json_schema", "regex", "lark", "choices"]
 # Kinds of text in an answer.
 Part = Literal["content", "reasoning", "tool_call"]
+# The rows of a text that make its embedding.
+Pooling = Literal["model", "last", "mean", "cls", "none"]
+# Whether embeddings are divided by their length.
+Normalize = Literal["model", "no", "yes"]
 # Learning rate after the warm-up.
 Schedule = Literal["constant", "cosine", "linear", "stable"]
 # How gradients are clipped.
@@ -273,6 +277,26 @@ class SubmitOptions(TypedDict, total=False):
     priority: int
     # Seconds after which the generation ends as "deadline", counted from its submission. Default: 0, never.
     deadline: float
+
+
+class EmbedOptions(TypedDict, total=False):
+    """How to embed texts."""
+
+    # One of Pooling. Default: that of the model.
+    pooling: Pooling
+    # One of Normalize. Default: what the model says.
+    normalize: Normalize
+    # 1 to cut texts with more tokens than the model takes; the tokens that end every text stay. 0 refuses them with #NVFP4_CONTEXT_FULL.
+    # Default: 0.
+    truncate: bool
+    # One of KvType: the type of keys and values, which live while a text runs. Default: half precision.
+    kv_type: KvType
+    # 1 keeps texts out of the prefix cache, which pooling by the last token uses: no text begins with the blocks of another one or of a
+    # session. Default: 0.
+    is_private: bool
+    # Number of first elements that are kept, before they are normalized; 0 for all. For models whose embeddings may be cut, of Matryoshka
+    # training. Default: 0.
+    dimensions: int
 
 
 class TrainerOptions(TypedDict, total=False):

@@ -11,6 +11,7 @@ from . import native
 from ._files import GivenFiles
 from .native import Handle, InvalidArgument, Single, chosen, lib
 from .streams import Score, Stream
+from .tensors import Tensor
 
 
 # Options of a chat's turn. All others are those of a generation or of a session.
@@ -343,6 +344,54 @@ class Model(Handle):
             return session.score([tokens(text, after is None)], cancel=cancel)[0].log_probabilities
         finally:
             session.close()
+
+    def embed(self, texts, cancel=None, progress=None, **options):
+        """
+        Embeddings of texts, or of lists of tokens, which run together: a Tensor of shape [texts, dimensions] in float32, for numpy() or
+        torch.from_dlpack(). Options: pooling (model: that of its files; last, mean, cls), normalize (model, no, yes), dimensions (the first
+        ones of a Matryoshka embedding; 0, the default, for all), prompt (a text that goes before each text), prompt_name (one of
+        info["embedding"]["prompts"]), truncate (texts longer than the model takes; False refuses them), kv_type (float16, float32, float8),
+        is_private (no text begins with the cached prefix of another one; False). With pooling="none" the rows are
+        those of all tokens: hidden_states() divides them.
+        """
+        return self._embed(texts, cancel, progress, options)[0]
+
+    def hidden_states(self, texts, cancel=None, progress=None, **options):
+        """
+        The hidden states of each of these texts or lists of tokens: a Tensor of shape [tokens, dimensions] with what the final norm gives
+        for each token, which the output head reads. Options as for embed(), but for the pooling.
+        """
+        out, rows = self._embed(texts, cancel, progress, {**options, "pooling": "none"})
+        width, ends = out.shape[1], itertools.accumulate(rows)
+        return [out.view([count, width], offset=(end - count) * width) for count, end in zip(rows, ends)]
+
+    def _embed(self, texts, cancel, progress, options):
+        """The rows of all texts, and the number of rows of each."""
+        if isinstance(texts, (str, bytes, bytearray)):
+            raise TypeError("texts are a list of texts, or of lists of tokens; put a single text into a list")
+        texts = list(texts)
+        named = [text for text in texts if isinstance(text, (str, bytes, bytearray))]
+        if 0 < len(named) < len(texts):
+            raise TypeError(f"texts and lists of tokens are embedded apart; {len(named)} of {len(texts)} are texts")
+        if named:
+            function, data = lib.model_embed_texts, [native.text_in(text)[0] for text in named]
+            pointers = (ctypes.c_char_p * len(data))(*data)
+        else:
+            function, data = lib.model_embed, [_tokens(tokens) for tokens in texts]
+            pointers = (ctypes.c_void_p * len(data))(*map(ctypes.addressof, data))
+        lengths, rows = (ctypes.c_size_t * len(data))(*map(len, data)), (ctypes.c_size_t * len(data))()
+        how = native.options(native.EmbedOptions, options)
+
+        def embed(call):
+            how.call = call
+            given, count = (self, pointers, lengths, len(data), ctypes.byref(how)), ctypes.c_size_t()
+            function(*given, None, 0, ctypes.byref(count), rows)
+            out = Tensor.zeros([sum(rows), count.value // max(sum(rows), 1)])
+            if data:
+                function(*given, out._value(ctypes.c_void_p, "data"), count.value, ctypes.byref(count), rows)
+            return out
+
+        return _watched(embed, cancel, progress), list(rows)
 
     def chat(self, system=None, **options):
         return ChatSession(self, system=system, **options)

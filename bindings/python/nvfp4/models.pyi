@@ -5,8 +5,10 @@ from typing_extensions import Self, Unpack
 
 from .native import Error, Handle, Single
 from .streams import Generation, Piece, Score, Stream
-from .types import (AskOptions, AskStreamOptions, CalibrateOptions, ChatOptions, Container, ConvertOptions, FileContent, Finish, GenerationOptions,
-                    GrammarKind, LoadOptions, Message, Path, Progress, QuantizeOptions, RecommendedOptions, SessionOptions, StreamOptions, Text, TokenRole,
+from .tensors import Tensor
+from .types import (AskOptions, AskStreamOptions, CalibrateOptions, ChatOptions, Container, ConvertOptions, EmbedOptions, FileContent, Finish,
+                    GenerationOptions, GrammarKind, HiddenStateOptions, LoadOptions, Message, Path, Progress, QuantizeOptions, RecommendedOptions,
+                    SessionOptions, StreamOptions, Text, TokenRole,
                     TurnOptions)
 
 class Cancel(Handle):
@@ -56,6 +58,10 @@ class Model(Handle):
     def session(self, *, system: Optional[Text] = None, **options: Unpack[SessionOptions]) -> Session: ...
     def log_probabilities(self, text: Union[Text, Iterable[int]], after: Union[Text, Iterable[int], None] = None,
                           cancel: Optional[Cancel] = None) -> List[float]: ...
+    def embed(self, texts: Union[Iterable[Text], Iterable[Iterable[int]]], cancel: Optional[Cancel] = None,
+              progress: Optional[Progress] = None, **options: Unpack[EmbedOptions]) -> Tensor: ...
+    def hidden_states(self, texts: Union[Iterable[Text], Iterable[Iterable[int]]], cancel: Optional[Cancel] = None,
+                      progress: Optional[Progress] = None, **options: Unpack[HiddenStateOptions]) -> List[Tensor]: ...
     def chat(self, system: Optional[Text] = None, **options: Unpack[ChatOptions]) -> ChatSession: ...
 
 def convert(source: Path, destination: Path, container: Container = "modelopt", quantize: Union[None, bool, QuantizeOptions] = None,

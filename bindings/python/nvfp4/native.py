@@ -262,6 +262,10 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
+        elif field in ("prompt", "prompt_name") and field in kinds:
+            if value is not None:  # An empty prompt is one.
+                data, length = text_in(value)
+                point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
         elif field in ("adapter", "grammar", "pool") and field in kinds:
             if value is not None:
                 if getattr(value, "_kind", None) != field:

@@ -112,6 +112,23 @@ class RecommendedOptions(TypedDict):
     repetition_penalty: float
 
 
+class EmbedOptions(_types.EmbedOptions, total=False):
+    prompt: Optional[Text]
+    prompt_name: Optional[Text]
+
+
+class HiddenStateOptions(TypedDict, total=False):
+    """Options of embeddings that are not pooled."""
+
+    normalize: Normalize
+    dimensions: int
+    truncate: bool
+    kv_type: KvType
+    is_private: bool
+    prompt: Optional[Text]
+    prompt_name: Optional[Text]
+
+
 class DataOptions(_types.DataOptions, total=False):
     separator: Text
 

@@ -61,7 +61,7 @@ pub(super) fn open(
         Ok(None) => bail!(CorruptFile, "{name}: it has no general.architecture"),
         Err(e) => return Err(e.within(name)),
     };
-    let (logical, unreadable, config) = {
+    let (logical, unreadable, config, embedding) = {
         let metadata = GgufMetadata {
             architecture: &architecture,
             pairs: &pairs,
@@ -87,7 +87,8 @@ pub(super) fn open(
         let unreadable = unreadable.collect::<Result<Vec<_>>>();
         let unreadable = unreadable.map_err(|e| e.within(name))?;
         let config = translation.config().map_err(|e| e.within(name))?;
-        (logical, unreadable, config)
+        let embedding = translation.embedding().map_err(|e| e.within(name))?;
+        (logical, unreadable, config, embedding)
     };
     let tokenizer = match translate::vocabulary(&mut pairs).map_err(|e| e.within(name))? {
         Some(vocabulary) => TokenizerSource::Vocabulary(vocabulary),
@@ -96,6 +97,7 @@ pub(super) fn open(
     let metadata = Metadata {
         config: Some(config),
         tokenizer,
+        embedding,
     };
     Ok(Tensors::new("gguf", sources, raws, logical, metadata)?.beside(unreadable))
 }

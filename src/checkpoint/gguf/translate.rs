@@ -9,7 +9,7 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::checkpoint::order::Order;
 use crate::checkpoint::tensors::{Function, Raw, StoredForm};
-use crate::checkpoint::{RareEntries, Vocabulary};
+use crate::checkpoint::{POOLING_FILE, RareEntries, Vocabulary};
 
 /// Entries of `config.json` for every architecture, as in [`GgufFamily::keys`].
 const COMMON: [(&str, &str, GgufKind); 6] = [
@@ -111,6 +111,43 @@ impl<'a> Translation<'a> {
             None if key == HEADS => Ok(None),
             None => self.heads(HEADS),
         }
+    }
+
+    /// The files of sentence-transformers that say what `pooling_type` does; none if the file names no pooling, or that of a reranker.
+    /// llama.cpp normalizes pooled embeddings.
+    pub(super) fn embedding(&self) -> Result<Vec<(String, Vec<u8>)>> {
+        let mode = match self.metadata.integer("pooling_type")? {
+            Some(1) => "mean_tokens",
+            Some(2) => "cls_token",
+            Some(3) => "lasttoken",
+            _ => return Ok(Vec::new()),
+        };
+        let mut pooling = Map::new();
+        if let Some(width) = self.metadata.integer("embedding_length")? {
+            pooling.insert("word_embedding_dimension".to_owned(), width.into());
+        }
+        for each in ["cls_token", "mean_tokens", "lasttoken"] {
+            pooling.insert(format!("pooling_mode_{each}"), (each == mode).into());
+        }
+        let module = |(index, (path, name)): (usize, (&str, &str))| {
+            json!({
+                "idx": index, "name": index.to_string(), "path": path,
+                "type": format!("sentence_transformers.models.{name}"),
+            })
+        };
+        let modules = [
+            ("", "Transformer"),
+            ("1_Pooling", "Pooling"),
+            ("2_Normalize", "Normalize"),
+        ];
+        let modules: Json = modules.into_iter().enumerate().map(module).collect();
+        let files = [("modules.json", modules), (POOLING_FILE, pooling.into())];
+        let file = |(name, content): (&str, Json)| {
+            let text = serde_json::to_vec_pretty(&content);
+            let text = text.map_err(|e| err!(Internal, "writing {name}: {e}"))?;
+            Ok((name.to_owned(), text))
+        };
+        files.into_iter().map(file).collect()
     }
 
     /// Blocks of the file, without those of a drafter.

@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use half::{bf16, f16};
 
-use super::companion::{TOKENIZER_FILES, TOOL_TEMPLATE, with_tagged_floats};
+use super::companion::{
+    EMBEDDING_FILES, TOKENIZER_FILES, TOOL_TEMPLATE, read_present, with_tagged_floats,
+};
 use super::{Checkpoint, Encoding, Entry, Metadata, Part};
 use crate::base::error::{Error, bail, err};
 use crate::base::file::{self, Temporary};
@@ -437,15 +439,11 @@ fn copy_part(
     Ok(())
 }
 
-/// Config and tokenizer files, as names and contents, that go with a rewritten model.
+/// Files of the tokenizer and of embeddings, as names and contents, that go with a rewritten model.
 fn companion_files(metadata: &Metadata) -> Result<Vec<(String, Vec<u8>)>> {
-    let mut files = Vec::new();
+    let mut files = metadata.embedding.clone();
     if let Some((source, directory)) = metadata.tokenizer.files() {
-        for name in TOKENIZER_FILES {
-            if let Some(content) = source.read(&directory.join(name))? {
-                files.push((name.to_owned(), content));
-            }
-        }
+        files.extend(read_present(&source, directory, &TOKENIZER_FILES)?);
         list_templates(&source, directory, &mut files)?;
     }
     Ok(files)
@@ -485,15 +483,19 @@ fn list_templates(
     Ok(())
 }
 
-/// Writes the files that a `.dat` in `directory` needs beside it: `config.json` from `metadata`, its tokenizer's files, and the files in
-/// `extra`, which take precedence. Existing files must have the same content: another model's files are not replaced, and the `.dat` must
+/// Writes the files that a `.dat` in `directory` needs beside it: `config.json` from `metadata`, its tokenizer's files and those of
+/// embeddings, and the files in `extra`, which take precedence. Existing files must have the same content: another model's files are not replaced, and the `.dat` must
 /// not be read with them.
 pub fn write_companions(
     directory: &Path,
     metadata: &Metadata,
     extra: &[(String, Vec<u8>)],
 ) -> Result<()> {
-    let staged = missing_companions(directory, metadata, extra)?
+    let missing = missing_companions(directory, metadata, extra)?;
+    for (path, _) in &missing {
+        file::make_folder_of(path)?;
+    }
+    let staged = missing
         .iter()
         .map(|(path, content)| file::stage(path, content))
         .collect::<Result<Vec<_>>>()?;
@@ -539,7 +541,8 @@ pub fn missing_companions(
             Err(e) => return Err(Error::io(format_args!("reading {}", path.display()), e)),
         }
     }
-    for name in TOKENIZER_FILES.iter().chain([&CONFIG]) {
+    let read = TOKENIZER_FILES.iter().chain(&EMBEDDING_FILES);
+    for name in read.chain([&CONFIG]) {
         let path = directory.join(name);
         if files.iter().all(|(own, _)| own != name) && path.exists() {
             bail!(

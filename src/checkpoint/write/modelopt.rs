@@ -50,7 +50,7 @@ impl ModelOptWriter {
         Self::start(path, plan, metadata, NewDirectory::create)
     }
 
-    /// As [`ModelOptWriter::create`], but replaces an existing model directory without folders, with everything in it, once the new one is
+    /// As [`ModelOptWriter::create`], but replaces an existing model directory without folders other than that of its pooling, with everything in it, once the new one is
     /// complete.
     pub fn replace(path: &Path, plan: &[Planned], metadata: &Metadata) -> Result<Self> {
         Self::start(path, plan, metadata, |path| {

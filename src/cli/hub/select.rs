@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 
 use NVFP4::base::Result;
 use NVFP4::base::error::{bail, err};
-use NVFP4::checkpoint::{self, DESCRIPTION_FILES, TOKENIZER_FILES, TOOL_TEMPLATE, Weights};
+use NVFP4::checkpoint::{
+    self, DESCRIPTION_FILES, EMBEDDING_FILES, TOKENIZER_FILES, TOOL_TEMPLATE, Weights,
+};
 
 use super::name::is_inside;
 
@@ -93,6 +95,7 @@ fn companions(names: &BTreeSet<&str>, folder: &str) -> BTreeSet<String> {
     DESCRIPTION_FILES
         .iter()
         .chain(&TOKENIZER_FILES)
+        .chain(&EMBEDDING_FILES)
         .chain([&TOOL_TEMPLATE])
         .map(|name| joined(folder, name))
         .filter(|name| names.contains(name.as_str()))

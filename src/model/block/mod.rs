@@ -851,6 +851,26 @@ fn project(
     Ok(())
 }
 
+/// Normalizes `rows` of the residual stream, which stays, by `norm`. Returns them, `[rows, hidden]`.
+pub(super) fn normalize_rows<'s>(
+    device: &Device,
+    spec: &Spec,
+    norm: &Array,
+    rows: &[usize],
+    s: &'s mut BlockScratch,
+) -> Result<Slice<'s>> {
+    let hidden = spec.hidden_size;
+    let len = rows.len() * hidden;
+    s.normed.grow(device, len)?;
+    for (i, row) in rows.iter().enumerate() {
+        let x = s.residual.part(row * hidden..(row + 1) * hidden)?;
+        let to = s.normed.part_mut(i * hidden..(i + 1) * hidden)?;
+        to.copy_from(x)?;
+    }
+    norm::rms_norm_in_place(device, s.normed.first_mut(len)?, norm, spec.norm_eps)?;
+    s.normed.first(len)
+}
+
 /// Appends the logits of some rows of the residual stream: `norm` and the head.
 pub(super) fn head(
     device: &Device,
@@ -861,21 +881,14 @@ pub(super) fn head(
     s: &mut BlockScratch,
     logits: &mut Vec<f32>,
 ) -> Result<()> {
-    let (m, hidden) = (rows.len(), spec.hidden_size);
-    s.normed.grow(device, m * hidden)?;
-    for (i, row) in rows.iter().enumerate() {
-        let x = s.residual.part(row * hidden..(row + 1) * hidden)?;
-        let to = s.normed.part_mut(i * hidden..(i + 1) * hidden)?;
-        to.copy_from(x)?;
-    }
-    let normed = s.normed.first_mut(m * hidden)?;
-    norm::rms_norm_in_place(device, normed, norm, spec.norm_eps)?;
+    let m = rows.len();
+    normalize_rows(device, spec, norm, rows, s)?;
     let (before, len) = (logits.len(), m * spec.vocab_size);
     logits
         .try_reserve(len)
         .map_err(|e| err!(OutOfMemory, "{len} logits: {e}"))?;
     logits.resize(before + len, 0.0);
-    let x = s.normed.first(m * hidden)?;
+    let x = s.normed.first(m * spec.hidden_size)?;
     let mut out = SliceMut::Host(&mut logits[before..]);
     let mut on_device = Array::empty();
     if device.is_cuda() {

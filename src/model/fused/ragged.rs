@@ -11,8 +11,9 @@ use super::pass::{Attention, ChunkRows, FusedPass, Through};
 use super::plan::drafter::Followed;
 use super::plan::{self, Applied, Norm, Normed, Rows};
 use crate::base::error::err;
+use crate::base::memory::{Tag, zeros};
 use crate::base::{Error, Result, call};
-use crate::cuda::{self, Drawn, Event};
+use crate::cuda::{self, DeviceBuffer, DeviceSlice, Drawn, Event};
 use crate::model::kv::{KvTables, StateBlocks};
 use crate::ops::sample::{self, Choice};
 
@@ -185,6 +186,27 @@ impl Ragged<'_> {
             self.memory.read_logits(rows.len() * vocabulary, logits)?;
         }
         Ok(())
+    }
+
+    /// The hidden rows of these rows, `[rows, hidden]`.
+    pub(in crate::model) fn hidden_rows(&mut self, rows: &[usize]) -> Result<Vec<f32>> {
+        let (width, source) = (self.executor.lowered.sizes.hidden, self.source);
+        let row_bytes = width * size_of::<f32>();
+        let mut hidden = zeros(rows.len() * width)?;
+        let norm = source.weights.norm.all().cuda()?;
+        let outputs = hidden.chunks_mut(HEAD_ROWS * width);
+        for (rows, out) in rows.chunks(HEAD_ROWS).zip(outputs) {
+            let indices: Vec<u32> = rows.iter().map(|&row| row as u32).collect();
+            let gpu = &self.executor.lowered.gpu;
+            let indices = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &indices)?;
+            let normed = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows.len() * row_bytes)?;
+            let x = DeviceSlice::from(&normed);
+            let residual = DeviceSlice::from(&self.memory.residual);
+            cuda::training::gather_rows(residual, (&indices).into(), row_bytes, x)?;
+            cuda::rms_norm_f32(x, norm, source.spec.norm_eps, x)?;
+            normed.read(0, out)?;
+        }
+        Ok(hidden)
     }
 
     /// The next tokens after these rows, chosen by `choices`; on the device if all are the argmax.

@@ -383,7 +383,12 @@ impl Executor {
 fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
     match segment.wanted {
         Wanted::Token(choice) => Some(choice),
-        Wanted::Nothing | Wanted::Last | Wanted::All | Wanted::Verified(_) => None,
+        Wanted::Nothing
+        | Wanted::Last
+        | Wanted::All
+        | Wanted::LastHidden
+        | Wanted::AllHidden
+        | Wanted::Verified(_) => None,
     }
 }
 

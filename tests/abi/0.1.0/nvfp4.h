@@ -527,6 +527,30 @@ extern "C" {
 /** The end of a generation in a queue, whose last event this is. */
 #define NVFP4_EVENT_END 2
 
+/** The pooling that the model's files name; without one, #NVFP4_INVALID_ARGUMENT. */
+#define NVFP4_POOLING_MODEL 0
+
+/** The hidden row of the last token. */
+#define NVFP4_POOLING_LAST 1
+
+/** The mean of the hidden rows of all tokens. */
+#define NVFP4_POOLING_MEAN 2
+
+/** The hidden row of the first token. */
+#define NVFP4_POOLING_CLS 3
+
+/** None: the hidden row of every token, which the final norm gives and the output head reads. */
+#define NVFP4_POOLING_NONE 4
+
+/** Normalized if the model's files say so; never without pooling. */
+#define NVFP4_NORMALIZE_MODEL 0
+
+/** As pooling gives them. */
+#define NVFP4_NORMALIZE_NO 1
+
+/** Divided by their Euclidean length, so that a dot product of two is the cosine of their angle. */
+#define NVFP4_NORMALIZE_YES 2
+
 /** The rate stays constant after the warm-up. */
 #define NVFP4_SCHEDULE_CONSTANT 0
 
@@ -1556,6 +1580,46 @@ typedef struct NVFP4_QueueEvent {
     /** Elements of `top_tokens` and of `top_log_probabilities`. */
     size_t top_count;
 } NVFP4_QueueEvent;
+
+/** How to embed texts. Fill with NVFP4_embed_options_init(), then change what is to differ. */
+typedef struct NVFP4_EmbedOptions {
+    /** sizeof(NVFP4_EmbedOptions) as the caller knows it. */
+    uint32_t struct_size;
+    /** One of NVFP4_POOLING_*. Default: that of the model. */
+    int32_t pooling;
+    /** One of NVFP4_NORMALIZE_*. Default: what the model says. */
+    int32_t normalize;
+    /**
+     * 1 to cut texts with more tokens than the model takes; the tokens that end every text stay. 0 refuses them with
+     * #NVFP4_CONTEXT_FULL. Default: 0.
+     */
+    int32_t truncate;
+    /** One of NVFP4_KV_*: the type of keys and values, which live while a text runs. Default: half precision. */
+    int32_t kv_type;
+    /**
+     * 1 keeps texts out of the prefix cache, which pooling by the last token uses: no text begins with the blocks of another one or of a
+     * session. Default: 0.
+     */
+    int32_t is_private;
+    /**
+     * Number of first elements that are kept, before they are normalized; 0 for all. For models whose embeddings may be cut, of
+     * Matryoshka training. Default: 0.
+     */
+    size_t dimensions;
+    /** A text that goes before each text, such as an instruction, in UTF-8; NULL for the prompt of `prompt_name`. Default: NULL. */
+    const char *prompt;
+    /** Bytes of `prompt`, which may be none. */
+    size_t prompt_length;
+    /**
+     * The name of one of the model's prompts, such as "query", in UTF-8; NULL for the model's default prompt, which most models have not.
+     * Default: NULL.
+     */
+    const char *prompt_name;
+    /** Bytes of `prompt_name`. */
+    size_t prompt_name_length;
+    /** Cancels the call and reports the tokens run; NULL for neither. Default: NULL. */
+    const NVFP4_CallOptions *call;
+} NVFP4_EmbedOptions;
 
 /**
  * How to train. Fill with NVFP4_trainer_options_init(), then change what is to differ. The text is read during the call
@@ -3605,6 +3669,64 @@ NVFP4_API NVFP4_Status NVFP4_detokenizer_retain(NVFP4_Detokenizer *detokenizer);
 
 /** Gives up a reference to a detokenizer. After the last one the handle is stale. */
 NVFP4_API NVFP4_Status NVFP4_detokenizer_release(NVFP4_Detokenizer *detokenizer);
+
+/**
+ * @defgroup embedding Embeddings: numbers that stand for texts, near each other for texts of like meaning
+ *
+ * A model with the files of sentence-transformers says how its texts are embedded: `modules.json`, `1_Pooling/config.json`,
+ * `config_sentence_transformers.json`. So does a GGUF file with a pooling type. Those of NVFP4_model_info() are in its `embedding`:
+ * `pooling`, `normalize`, `include_prompt`, `prompts`, `default_prompt`, `max_tokens`, and `fault`, the reason why they cannot be followed.
+ * Any other model embeds by the pooling that the caller names.
+ */
+
+/** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_EmbedOptions). */
+NVFP4_API NVFP4_Status NVFP4_embed_options_init(NVFP4_EmbedOptions *options, uint32_t struct_size);
+
+/**
+ * Embeds texts: one row of numbers for each, `[count, dimensions]` in the order of the texts. The prompt goes before each text, and the
+ * tokens that the model expects around every text are added, as sentence-transformers does; names of special tokens in a text become those
+ * tokens. An empty text has these tokens alone; one that has none is #NVFP4_INVALID_ARGUMENT, as
+ * every other text that cannot be embedded, with its number. No texts are no error.
+ *
+ * Everything is checked before the first token runs. Texts run together, beside the tokens of other threads, and long ones in several passes;
+ * where memory for keys and values is short, fewer of them at a time. On the CPU an embedding has the same bits whatever is embedded with it.
+ * From any thread at any time, several calls at once.
+ *
+ * - `texts`, `lengths`: `count` texts in UTF-8 with their lengths in bytes.
+ * - `options`: NULL for the defaults.
+ * - `embeddings`, `capacity`, `length`: see ARRAYS OUT above. The numbers of elements are those of the model's rows, `hidden_size` of
+ *   NVFP4_model_info(), or `dimensions` of the options. A call that fails may have written some.
+ * - `rows`: receives the number of rows of each text, which is 1 with pooling and its number of tokens without; may be NULL.
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_embed_texts(const NVFP4_Model *model,
+                                     const char *const *texts,
+                                     const size_t *lengths,
+                                     size_t count,
+                                     const NVFP4_EmbedOptions *options,
+                                     float *embeddings,
+                                     size_t capacity,
+                                     size_t *length,
+                                     size_t *rows);
+
+/**
+ * Embeds lists of tokens as they are: without a prompt, and without tokens that the model expects around a text. Otherwise as
+ * NVFP4_model_embed_texts(); a list without tokens is #NVFP4_INVALID_ARGUMENT.
+ *
+ * - `tokens`, `lengths`: `count` arrays of tokens with their lengths.
+ * - `options`: NULL for the defaults.
+ * - `embeddings`, `capacity`, `length`, `rows`: as for NVFP4_model_embed_texts().
+ */
+NVFP4_API
+NVFP4_Status NVFP4_model_embed(const NVFP4_Model *model,
+                               const int32_t *const *tokens,
+                               const size_t *lengths,
+                               size_t count,
+                               const NVFP4_EmbedOptions *options,
+                               float *embeddings,
+                               size_t capacity,
+                               size_t *length,
+                               size_t *rows);
 
 /**
  * @defgroup trainer Training: steps on a model's weights, which are stored in 4 bits with their optimizer's moments
