@@ -22,7 +22,7 @@ impl Task {
         Task(shared.clone())
     }
 
-    /// Helps until no region has come for [`region::SPIN`]. A panic in a part is raised again by the caller of its region.
+    /// Helps until no region has come for 200 µs. A panic in a part is raised again by the caller of its region.
     pub fn run(self) {
         let shared = &*self.0;
         let regions = &shared.regions;
