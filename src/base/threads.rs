@@ -8,8 +8,10 @@
 //! cheap. No more workers are woken than there are cores. A worker on the caller's core yields, because it would only take parts from the
 //! caller. If it is still there after some milliseconds, it starts a successor and ends: the system places a new thread on the least loaded
 //! core, but wakes a sleeping one where its waker runs.
-
-mod host;
+//!
+//! A pool may have threads of a host in place of workers. The host runs tasks, each of which works for as long as regions follow each other,
+//! and returns to the host when none has come for a moment. No region waits for a task that the host has not begun, so a host may run them
+//! late, on few threads, or never: the callers then do more of the work.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -27,8 +29,6 @@ use super::error::{Result, bail, err};
 use super::fork;
 use super::lock::lock;
 use super::region::{self, Claim, MOST_PARTS, Region, Regions};
-
-pub use host::{Submit, Task};
 
 /// A yield that returns sooner than this found no other thread on this core.
 const ALONE: Duration = Duration::from_micros(50);
@@ -527,6 +527,61 @@ fn cores() -> usize {
         }
     }
     std::thread::available_parallelism().map_or(usize::MAX, usize::from)
+}
+
+/// Schedules a task on a thread of the host, and returns at once. A task that is dropped helps with nothing.
+pub type Submit = dyn Fn(Task) + Send + Sync;
+
+/// Helps with the regions of a pool. May outlive the pool.
+pub struct Task(Arc<PoolState>);
+
+impl Task {
+    /// A task for a pool, which counts it from now on.
+    pub(super) fn new(shared: &Arc<PoolState>) -> Task {
+        shared.tasks.fetch_add(1, Ordering::Relaxed);
+        Task(shared.clone())
+    }
+
+    /// Helps until no region has come for 200 µs. A panic in a part is raised again by the caller of its region.
+    pub fn run(self) {
+        let shared = &*self.0;
+        let regions = &shared.regions;
+        let mut idle = Instant::now();
+        while !shared.stop.load(Ordering::SeqCst) {
+            let waits = has_parts_soon(regions) || idle.elapsed() <= region::SPIN;
+            if waits && regions.is_beside_caller() && leaves_core_to_caller() {
+                continue;
+            }
+            if let Some(claim) = regions.claim(|| {}) {
+                take_parts(shared, claim, || {});
+                idle = Instant::now();
+            } else if idle.elapsed() > region::SPIN {
+                break;
+            }
+        }
+    }
+
+    /// A pointer that [`Task::from_raw`] takes back, once.
+    pub fn into_raw(self) -> *const () {
+        let task = std::mem::ManuallyDrop::new(self);
+        // SAFETY: the task is not dropped, so its reference goes with the pointer.
+        Arc::into_raw(unsafe { std::ptr::read(&raw const task.0) }).cast()
+    }
+
+    /// The task of a pointer.
+    ///
+    /// # Safety
+    /// The pointer is of [`Task::into_raw`], and has not been taken back.
+    pub unsafe fn from_raw(task: *const ()) -> Task {
+        // SAFETY: promised by the caller.
+        Task(unsafe { Arc::from_raw(task.cast()) })
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.0.tasks.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Whether there are parts to claim, now or within a few spins.
