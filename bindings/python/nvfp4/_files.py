@@ -1,23 +1,29 @@
 """Files of a model that Python gives for Model.from_files(): bytes in memory, file objects, and functions that read."""
 
+from __future__ import annotations
+
 import ctypes
 import itertools
 import threading
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from . import native
-from .tensors import _Buffer, _get_buffer, _release_buffer
+from .tensors import _Buffer, _get_buffer, _release_buffer  # type: ignore[attr-defined]
 
 _CONTIGUOUS = 0  # PyBUF_SIMPLE
 _words = itertools.count(1)
-_used = {}  # The files that the library uses, each by its word.
+_used: Dict[int, _File] = {}  # The files that the library uses, each by its word.
 
 
 class _File:
     """A file by its name and content, until release()."""
 
-    def __init__(self, name, content):
-        self.name, self.buffer, self.read, self.raised = name.encode(), None, None, None
-        self.address, self.lock, self.loading = None, threading.Lock(), True
+    def __init__(self, name: str, content: Any) -> None:
+        self.name, self.lock, self.loading = name.encode(), threading.Lock(), True
+        self.buffer: Optional[Any] = None
+        self.address: Optional[int] = None
+        self.read: Optional[Callable[[int, int], Any]] = None
+        self.raised: Optional[BaseException] = None
         if hasattr(content, "read"):
             self.size, self.read, self.content = content.seek(0, 2), self._of_object, content
         elif isinstance(content, tuple):
@@ -28,12 +34,12 @@ class _File:
             _get_buffer(content, ctypes.byref(self.buffer), _CONTIGUOUS)
             self.size, self.address = self.buffer.bytes, self.buffer.data
 
-    def release(self):
+    def release(self) -> None:
         if self.buffer is not None:
             _release_buffer(ctypes.byref(self.buffer))
             self.buffer = None
 
-    def _of_object(self, offset, size):
+    def _of_object(self, offset: int, size: int) -> bytes:
         with self.lock:
             self.content.seek(offset)
             parts = []
@@ -45,13 +51,13 @@ class _File:
                 size -= len(part)
         return b"".join(parts)
 
-    def _of_function(self, offset, size):
+    def _of_function(self, offset: int, size: int) -> Any:
         return self.content(offset, size)
 
-    def copy(self, offset, out, size):
+    def copy(self, offset: int, out: int, size: int, read: Callable[[int, int], Any]) -> int:
         """Reads to memory at `out`; the number of bytes, or -1 after an exception."""
         try:
-            part = memoryview(self.read(offset, size)).cast("B")
+            part = memoryview(read(offset, size)).cast("B")
             if len(part) > size:
                 raise ValueError(f"{self.name.decode()}: {len(part)} bytes were read at {offset}, where {size} were asked for")
             ctypes.memmove(out, bytes(part), len(part))
@@ -63,21 +69,22 @@ class _File:
             return -1
 
 
-@native.FileRead
-def _read(word, offset, out, size):
-    return _used[word].copy(offset, out, size)
+@native.FileRead  # type: ignore[untyped-decorator]
+def _read(word: int, offset: int, out: int, size: int) -> int:
+    file = _used[word]
+    return file.copy(offset, out, size, file.read) if file.read else -1
 
 
-@native.FileRelease
-def _release(word):
+@native.FileRelease  # type: ignore[untyped-decorator]
+def _release(word: int) -> None:
     _used.pop(word).release()
 
 
 class GivenFiles:
     """Files by their names, as the library takes them, once."""
 
-    def __init__(self, contents):
-        self._files = []
+    def __init__(self, contents: Mapping[str, Any]) -> None:
+        self._files: List[_File] = []
         try:
             for name, content in dict(contents).items():
                 self._files.append(_File(name, content))
@@ -86,13 +93,13 @@ class GivenFiles:
                 file.release()
             raise
 
-    def load(self, call):
+    def load(self, call: Callable[..., Any]) -> Any:
         """`call(files, count, size)`, by which the library takes the files. An exception of one that was read leaves it."""
         array = (native.ModelFile * len(self._files))()
         for place, file in zip(array, self._files):
             word = next(_words)
             _used[word] = file
-            place.name, place.name_length = ctypes.cast(file.name, ctypes.c_void_p), len(file.name)
+            place.name, place.name_length = ctypes.cast(ctypes.c_char_p(file.name), ctypes.c_void_p), len(file.name)
             place.size, place.user, place.release = file.size, word, ctypes.cast(_release, ctypes.c_void_p)
             if file.read is not None:
                 place.read = ctypes.cast(_read, ctypes.c_void_p)

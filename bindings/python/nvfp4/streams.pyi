@@ -25,6 +25,12 @@ class Generation(NamedTuple):
     decode_seconds: float
     seed: int
     evicted_tokens: int
+    queue_seconds: float
+    longest_gap_seconds: float
+    cached_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
 
 class Score(NamedTuple):
     log_probabilities: list[float]
