@@ -537,7 +537,7 @@ pub struct Task(Arc<PoolState>);
 
 impl Task {
     /// A task for a pool, which counts it from now on.
-    pub(super) fn new(shared: &Arc<PoolState>) -> Task {
+    fn new(shared: &Arc<PoolState>) -> Task {
         shared.tasks.fetch_add(1, Ordering::Relaxed);
         Task(shared.clone())
     }
