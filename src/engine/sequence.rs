@@ -154,6 +154,12 @@ impl Sequence {
         self.work = SequenceWork::default();
     }
 
+    /// Counts the passes for another sequence as passes for it.
+    pub fn add_work(&mut self, other: SequenceWork) {
+        self.work.first_pass = self.work.first_pass.or(other.first_pass);
+        self.work.ran += other.ran;
+    }
+
     /// Counts that it makes way for others.
     pub(super) fn count_preemption(&mut self) {
         self.work.preemptions += 1;

@@ -442,13 +442,15 @@ impl Session {
         if let Some(adapter) = self.adapter() {
             cache.set_adapter(adapter.clone())?;
         }
-        self.model.forward(
+        let run = self.model.forward(
             &self.tokens,
             &mut cache,
             &mut self.scratch,
             Logits::Last,
             logits,
-        )
+        );
+        self.cache.add_work(cache.work());
+        run
     }
 }
 

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use NVFP4::engine::Served;
-use NVFP4::session::{Generation, Session};
+use NVFP4::session::{GenerateOptions, Generation, Session};
 
 use super::{drawn, generate, go, session, with};
 use crate::common::{load, options, some_tokens, windows};
@@ -119,6 +119,13 @@ fn the_times_of_a_generation_are_its_parts() {
         times.first_token_seconds,
         before.first_token_seconds + pause.as_secs_f64()
     );
+    // The passes of a replay are those of another sequence.
+    let replayed = GenerateOptions {
+        replay: true,
+        ..drawn(2)
+    };
+    let made = generate(&mut session, &replayed);
+    assert!(made.timings.prefill_seconds > 0.0 && made.cached_tokens == 0);
     // One token has no gap.
     let one = generate(&mut session, &drawn(1)).timings;
     assert_eq!(one.longest_gap_seconds, 0.0);
