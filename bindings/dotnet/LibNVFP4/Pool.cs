@@ -24,16 +24,15 @@ namespace LibNVFP4
         {
             if (schedule == null)
                 throw new ArgumentNullException(nameof(schedule));
-            GCHandle user = GCHandle.Alloc(schedule);
             PoolHandle handle = null;
-            var retry = new Retry();
-            int status;
-            do
-                status = Native.NVFP4_pool_create(threads, SubmitCallback, GCHandle.ToIntPtr(user), ReleaseCallback, out handle);
-            while (retry.After(status));
-            if (status != (int)Status.Ok)
-                user.Free();
-            Interop.Check(status);
+            Library.Call(() =>
+            {
+                GCHandle user = GCHandle.Alloc(schedule);
+                int made = Native.NVFP4_pool_create(threads, SubmitCallback, GCHandle.ToIntPtr(user), ReleaseCallback, out handle);
+                if (made != (int)Status.Ok)
+                    user.Free();
+                return made;
+            });
             Handle = handle;
         }
 
