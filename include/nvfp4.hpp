@@ -1252,7 +1252,7 @@ public:
     /** Work for one thread of the program; see NVFP4_PoolSubmit. One of its copies is to be called, once. */
     class Task {
     public:
-        Task(NVFP4_PoolTask run, void *task) noexcept : run(run), task(task) {}
+        Task(NVFP4_PoolTask function, void *argument) noexcept : run(function), task(argument) {}
         void operator()() const { run(task); }
 
     private:
