@@ -450,7 +450,7 @@ if command -v valgrind >/dev/null; then
         esac
         case $1 in
         # Memory in use by threads of its parent is lost to a child, and memory in use is lost when a process ends at any point.
-        */limits-* | */hosts-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
+        */limits-* | */hosts-* | */memory-* | */pool-*) check "$name under valgrind" "${under[@]}" --leak-check=no "$@" ;;
         # Likewise. Threads take turns, because one waits in a callback, or generates without end while another one leaves.
         */fork-* | */leave-*) check "$name under valgrind" "${under[@]}" --leak-check=no --fair-sched=try "$@" ;;
         # Fewer generations, because valgrind makes each a hundred times as long.

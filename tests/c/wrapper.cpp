@@ -688,10 +688,11 @@ void streams(const std::string &path)
     {
         std::atomic<int> tasks = 0, alive = 0;
         struct Counted {
-            std::atomic<int> *alive;
-            explicit Counted(std::atomic<int> *alive) : alive(alive) { ++*alive; }
-            Counted(const Counted &other) : alive(other.alive) { ++*alive; }
-            ~Counted() { --*alive; }
+            std::atomic<int> *count;
+            explicit Counted(std::atomic<int> *counter) : count(counter) { ++*count; }
+            Counted(const Counted &other) : count(other.count) { ++*count; }
+            Counted &operator=(const Counted &) = delete;
+            ~Counted() { --*count; }
         };
         std::vector<std::thread> workers;
         nvfp4::Pool pool(
@@ -707,8 +708,8 @@ void streams(const std::string &path)
         nvfp4::Model lent(path, how);
         nvfp4::Pool second = pool.clone();
         pool.reset();
-        nvfp4::Session asked(lent), same(model);
-        CHECK(asked.chat("Hi", options).text == same.chat("Hi", options).text && tasks > 0 && alive == 1);
+        nvfp4::Session asked(lent), expecting(model);
+        CHECK(asked.chat("Hi", options).text == expecting.chat("Hi", options).text && tasks > 0 && alive == 1);
         asked.reset();
         lent.reset();
         CHECK(alive == 1);
