@@ -227,6 +227,11 @@ def device(name: str) -> Tuple[int, int]:
     return choice("device", kind), int(index or 0)
 
 
+def with_article(name: str) -> str:
+    """The name of a class after "a" or "an"."""
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+
+
 def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
     """
     A struct of options with its defaults, but for `values`: choices by name, flags as booleans, text as it is, a device as
@@ -269,7 +274,7 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
         elif field in ("adapter", "grammar", "pool") and field in kinds:
             if value is not None:
                 if getattr(value, "_kind", None) != field:
-                    raise TypeError(f"{field}= takes {'an Adapter' if field == 'adapter' else f'a {field.capitalize()}'}, not {value!r}")
+                    raise TypeError(f"{field}= takes {with_article(field.capitalize())}, not {value!r}")
                 out.kept.append(value)
                 setattr(out, field, value._as_parameter_)
         elif field == "logit_bias" and "logit_bias_count" in kinds:
@@ -478,7 +483,7 @@ class Single:
         self._refuse("pickled", self._pickles)
 
     def _refuse(self, how: str, instead: str) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} cannot be {how}: it is a handle of this process; {instead}")
+        raise TypeError(f"{with_article(type(self).__name__)} cannot be {how}: it is a handle of this process; {instead}")
 
 
 class Handle(Single):
