@@ -33,7 +33,7 @@ def bfloat16(count, draws):
 
 def write(config, rank, folder):
     draws, header, parts, at = random.Random(5), {}, [], 0
-    # The same random bytes for factors of one size: only their number decides the speed.
+    # Factors of one size have the same random bytes.
     made = {}
     for block in range(config["num_hidden_layers"]):
         for name, (outputs, inputs) in shapes(config).items():
