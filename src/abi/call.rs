@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use super::arguments::{Growing, Out, User, fill, options, reserved};
-use super::guard::{answer, calling, enter, enter_to_free};
+use super::guard::{answer, calling, enter, enter_to_free, unwinding};
 use super::handle::{self, Object};
 use super::slots::{self, CANCELS, Slot};
 use super::status::{NVFP4_INVALID_HANDLE, NVFP4_OK, NVFP4_Status};
@@ -168,13 +168,7 @@ pub(super) unsafe fn watched_throughout<T>(
     let cancellation = unsafe { Cancellation::of(&options) }?;
     let user = User(options.user);
     let progress = options.progress.map(|callback| {
-        type Unwinding = unsafe extern "C-unwind" fn(*mut c_void, u64, u64) -> i32;
-        // SAFETY: the same calling convention.
-        let callback = unsafe {
-            std::mem::transmute::<unsafe extern "C" fn(*mut c_void, u64, u64) -> i32, Unwinding>(
-                callback,
-            )
-        };
+        let callback = unwinding!(fn(*mut c_void, u64, u64) -> i32, callback);
         // SAFETY: the host's callback, called while the call it was given to runs, on the same thread.
         move |p: Progress| answer(calling(|| unsafe { callback({ user }.0, p.done, p.total) }))
     });

@@ -11,7 +11,7 @@ use super::arguments::{Growing, Out, choice, fill, flag, options, slice, slice_m
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::enter;
 use super::handle;
-use super::model::{NVFP4_KV_FLOAT16, NVFP4_Model, kv_type, tokens_in};
+use super::model::{NVFP4_KV_FLOAT16, NVFP4_Model, kv_type, token_lists};
 use super::status::NVFP4_Status;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -267,13 +267,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_embed(
         unsafe {
             let results = Results::new(embeddings, capacity, length, (rows, count))?;
             let options = self::options(options)?;
-            let each = slice("tokens", tokens, count)?.iter();
-            let each = each.zip(slice("lengths", lengths, count)?).enumerate();
-            let tokens = each.map(|(i, (&one, &length))| {
-                let own = slice("its tokens", one, length).and_then(tokens_in);
-                own.map_err(|e| e.within(format_args!("tokens[{i}]")))
-            });
-            let tokens = tokens.collect::<Result<Vec<_>>>()?;
+            let tokens = token_lists(("tokens", tokens), ("lengths", lengths), count)?;
             let views: Vec<&[u32]> = tokens.iter().map(Vec::as_slice).collect();
             let model = handle::get::<Served>("model", model)?;
             let own = options.read()?;

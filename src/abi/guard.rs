@@ -107,6 +107,27 @@ fn cancellation_point() {
     unsafe { pthread_testcancel() };
 }
 
+/// A function of the host as one that may unwind, which [`calling`] asks for.
+macro_rules! unwinding {
+    (fn($($argument:ty),*) $(-> $result:ty)?, $function:expr) => {{
+        type Plain = unsafe extern "C" fn($($argument),*) $(-> $result)?;
+        type Unwinding = unsafe extern "C-unwind" fn($($argument),*) $(-> $result)?;
+        let function: Plain = $function;
+        // SAFETY: both have the same calling convention.
+        unsafe { std::mem::transmute::<Plain, Unwinding>(function) }
+    }};
+}
+pub(super) use unwinding;
+
+/// Tells the host that the library no longer uses its data.
+pub(super) fn release(callback: Option<unsafe extern "C" fn(*mut c_void)>, user: *mut c_void) {
+    if let Some(callback) = callback {
+        let callback = unwinding!(fn(*mut c_void), callback);
+        // SAFETY: the host's function with the host's data, called once.
+        calling(|| unsafe { callback(user) });
+    }
+}
+
 /// Calls a callback of the host. If it ends its thread or throws, frames are unwound that must not be, which ends the process here with a
 /// message. To detect this, `callback` must be called as `extern "C-unwind"`.
 pub(super) fn calling<T>(callback: impl FnOnce() -> T) -> T {

@@ -13,7 +13,7 @@ use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
 
 use super::arguments::{Out, User, choice, copy_text, count};
-use super::guard::{calling, enter};
+use super::guard::{calling, enter, unwinding};
 use super::listeners::{LISTENERS, Listener};
 use super::shared;
 use super::status::NVFP4_Status;
@@ -190,15 +190,11 @@ impl Subscriber for ToHost {
             last = to.number;
             let listens = to.listens.read().unwrap_or_else(PoisonError::into_inner);
             if *listens && !to.gone.load(Ordering::Acquire) {
-                type Plain = unsafe extern "C" fn(*mut c_void, i32, *const c_char, usize) -> i32;
-                type Unwinding =
-                    unsafe extern "C-unwind" fn(*mut c_void, i32, *const c_char, usize) -> i32;
-                // SAFETY: the same calling convention. The host keeps the callback and its user data valid until it has removed them,
-                // which waits for the lock.
-                calling(|| unsafe {
-                    let callback = std::mem::transmute::<Plain, Unwinding>(to.callback);
-                    callback(to.user.0, level, text.as_ptr().cast(), text.len())
-                });
+                let callback = to.callback;
+                let callback =
+                    unwinding!(fn(*mut c_void, i32, *const c_char, usize) -> i32, callback);
+                // SAFETY: the host keeps the callback and its user data valid until it has removed them, which waits for the lock.
+                calling(|| unsafe { callback(to.user.0, level, text.as_ptr().cast(), text.len()) });
             }
         }
         LOGGING.set(false);

@@ -886,6 +886,31 @@ pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
     Ok(ids)
 }
 
+/// Checks lists of token ids from C: `count` arrays with their lengths, whose names are for messages.
+///
+/// # Safety
+/// As for [`slice`], of both arrays and of each list.
+pub(super) unsafe fn token_lists(
+    (name, lists): (&str, *const *const i32),
+    (lengths_name, lengths): (&str, *const usize),
+    count: usize,
+) -> Result<Vec<Vec<u32>>> {
+    // SAFETY: promised by the caller.
+    let (lists, lengths) = unsafe {
+        (
+            slice(name, lists, count)?,
+            slice(lengths_name, lengths, count)?,
+        )
+    };
+    let each = lists.iter().zip(lengths).enumerate();
+    each.map(|(i, (&list, &length))| {
+        // SAFETY: as above.
+        let list = unsafe { slice("its tokens", list, length) }.and_then(tokens_in);
+        list.map_err(|e| e.within(format_args!("{name}[{i}]")))
+    })
+    .collect()
+}
+
 /// Checks the sign of a token id of `model` from C.
 fn token_in(token: i32, model: &Served) -> Result<u32> {
     match u32::try_from(token) {

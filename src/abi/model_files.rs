@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::arguments::{Element, Out, check_elements, elements, options, text};
 use super::call::watched;
-use super::guard::{calling, enter};
+use super::guard::{calling, enter, release, unwinding};
 use super::handle;
 use super::model::{NVFP4_LoadOptions, NVFP4_Model, Wanted, quantizing};
 use super::quantize::NVFP4_QuantizeOptions;
@@ -83,18 +83,6 @@ impl Drop for HostFile {
     }
 }
 
-fn release(callback: NVFP4_FileRelease, user: *mut c_void) {
-    type Unwinding = unsafe extern "C-unwind" fn(*mut c_void);
-    if let Some(callback) = callback {
-        // SAFETY: the same calling convention.
-        let callback = unsafe {
-            std::mem::transmute::<unsafe extern "C" fn(*mut c_void), Unwinding>(callback)
-        };
-        // SAFETY: the host's callback with the host's data, called once.
-        calling(|| unsafe { callback(user) });
-    }
-}
-
 impl HostFile {
     /// The name, if the file is whole.
     fn checked(&self) -> Result<String> {
@@ -139,13 +127,10 @@ impl FileContent for HostFile {
     }
 
     fn read(&self, at: u64, out: &mut [u8]) -> Result<()> {
-        type Unwinding = unsafe extern "C-unwind" fn(*mut c_void, u64, *mut c_void, usize) -> i64;
-        type Callback = unsafe extern "C" fn(*mut c_void, u64, *mut c_void, usize) -> i64;
         let Some(read) = self.0.read else {
             return copy_from(self.in_memory().unwrap_or_default(), at, out);
         };
-        // SAFETY: the same calling convention.
-        let read = unsafe { std::mem::transmute::<Callback, Unwinding>(read) };
+        let read = unwinding!(fn(*mut c_void, u64, *mut c_void, usize) -> i64, read);
         let (to, size) = (out.as_mut_ptr().cast::<c_void>(), out.len());
         // SAFETY: the host's callback, which writes `size` bytes at most; it is not released yet.
         let count = calling(|| unsafe { read(self.0.user, at, to, size) });

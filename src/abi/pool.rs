@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, OnceLock};
 
 use super::arguments::{Out, User};
-use super::guard::{calling, enter, enter_to_free};
+use super::guard::{self, calling, enter, enter_to_free, unwinding};
 use super::handle::{self, Object};
 use super::library::thread_count;
 use super::shared;
@@ -72,10 +72,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        if let Some(release) = self.release.get() {
-            // SAFETY: the host's function, called once.
-            unsafe { release(self.user.0) };
-        }
+        guard::release(self.release.get().copied(), self.user.0);
     }
 }
 
@@ -107,13 +104,9 @@ pub unsafe extern "C-unwind" fn NVFP4_pool_create(
         let Some(submit) = submit else {
             bail!(InvalidArgument, "submit is NULL; pass a function");
         };
-        type Plain = unsafe extern "C" fn(*mut c_void, NVFP4_PoolTask, *mut c_void) -> i32;
-        type Unwinding =
-            unsafe extern "C-unwind" fn(*mut c_void, NVFP4_PoolTask, *mut c_void) -> i32;
         let threads = shared::thread_count_of(threads)?;
         let host = Arc::new(Host {
-            // SAFETY: the same calling convention.
-            submit: unsafe { std::mem::transmute::<Plain, Unwinding>(submit) },
+            submit: unwinding!(fn(*mut c_void, NVFP4_PoolTask, *mut c_void) -> i32, submit),
             user: User(user),
             release: OnceLock::new(),
         });

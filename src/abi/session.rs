@@ -30,9 +30,11 @@ use super::arguments::{
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
 use super::grammar::NVFP4_Grammar;
-use super::guard::{answer, calling, enter, enter_to_free, note};
+use super::guard::{answer, calling, enter, enter_to_free, note, unwinding};
 use super::handle::{self, Exclusive, Object, Reservation, Snapshots};
-use super::model::{NVFP4_KV_FLOAT16, NVFP4_Model, kv_type, token_out, tokens_in, tokens_out};
+use super::model::{
+    NVFP4_KV_FLOAT16, NVFP4_Model, kv_type, token_lists, token_out, tokens_in, tokens_out,
+};
 use super::status::{NVFP4_OK, NVFP4_Status};
 use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{Result, bail};
@@ -462,38 +464,29 @@ impl NVFP4_GenerateOptions {
     /// The arrays must be readable.
     unsafe fn adjustments(&self, index: usize) -> Result<LogitAdjustments> {
         // SAFETY: promised by the caller.
-        let (tokens, biases, words, lengths) = unsafe {
-            let (count, words) = (self.logit_bias_count, self.bad_word_count);
+        let (tokens, biases, bad_words) = unsafe {
+            let count = self.logit_bias_count;
+            let lengths = ("bad_word_lengths", self.bad_word_lengths);
             (
                 slice("logit_bias_tokens", self.logit_bias_tokens, count)?,
                 slice("logit_biases", self.logit_biases, count)?,
-                slice("bad_words", self.bad_words, words)?,
-                slice("bad_word_lengths", self.bad_word_lengths, words)?,
+                token_lists(("bad_words", self.bad_words), lengths, self.bad_word_count)?,
             )
         };
         let tokens = tokens_in(tokens).map_err(|e| e.within("logit_bias_tokens"))?;
-        let words = words.iter().zip(lengths).enumerate();
         Ok(LogitAdjustments {
             bias: tokens.into_iter().zip(biases.iter().copied()).collect(),
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
-            bad_words: words
-                .map(|(i, (&word, &length))| {
-                    // SAFETY: as above.
-                    let word = unsafe { slice("its tokens", word, length) }.and_then(tokens_in);
-                    word.map_err(|e| e.within(format_args!("bad_words[{i}]")))
-                })
-                .collect::<Result<_>>()?,
+            bad_words,
             processor: self.processor(index),
         })
     }
 
     /// The host's processor of the logits of the session at `index` of a call.
     fn processor(&self, index: usize) -> Option<LogitsProcessor> {
-        type Plain = unsafe extern "C" fn(*mut c_void, *const NVFP4_LogitsEvent) -> i32;
-        type Unwinding = unsafe extern "C-unwind" fn(*mut c_void, *const NVFP4_LogitsEvent) -> i32;
-        // SAFETY: the same calling convention.
-        let callback = unsafe { std::mem::transmute::<Plain, Unwinding>(self.logits_processor?) };
+        let callback = self.logits_processor?;
+        let callback = unwinding!(fn(*mut c_void, *const NVFP4_LogitsEvent) -> i32, callback);
         let user = User(self.logits_user);
         Some(LogitsProcessor::new(move |logits, tokens| {
             let event = NVFP4_LogitsEvent {
@@ -1083,10 +1076,7 @@ pub(super) unsafe fn generate(
     let options = unsafe { options.read() }?;
     let user = User(user);
     let mut failed = Ok(());
-    type Plain = unsafe extern "C" fn(*mut c_void, *const NVFP4_TokenEvent) -> i32;
-    type Unwinding = unsafe extern "C-unwind" fn(*mut c_void, *const NVFP4_TokenEvent) -> i32;
-    // SAFETY: the same calling convention.
-    let callback = callback.map(|c| unsafe { std::mem::transmute::<Plain, Unwinding>(c) });
+    let callback = callback.map(|c| unwinding!(fn(*mut c_void, *const NVFP4_TokenEvent) -> i32, c));
     let mut on_piece = |piece: Piece<'_>| match (callback, event_of(piece)) {
         (None, _) => ControlFlow::Continue(()),
         (Some(callback), Ok(event)) => {
@@ -1469,13 +1459,8 @@ pub unsafe extern "C-unwind" fn NVFP4_session_score(
     enter("NVFP4_session_score", || {
         // SAFETY: the pointers are as the header asks.
         unsafe {
-            let texts = slice("continuations", continuations, count)?.iter();
-            let each = texts.zip(slice("lengths", lengths, count)?).enumerate();
-            let tokens = each.map(|(i, (&tokens, &length))| {
-                let tokens = slice("its tokens", tokens, length).and_then(tokens_in);
-                tokens.map_err(|e| e.within(format_args!("continuations[{i}]")))
-            });
-            let tokens = tokens.collect::<Result<Vec<_>>>()?;
+            let continuations = ("continuations", continuations);
+            let tokens = token_lists(continuations, ("lengths", lengths), count)?;
             let total = tokens.iter().map(Vec::len).sum();
             let out = slice_mut("log_probabilities", log_probabilities, total)?;
             let argmaxes = match is_argmax.is_null() {

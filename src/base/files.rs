@@ -131,6 +131,16 @@ impl Files {
         }
     }
 
+    /// The first of `paths` at which there is no file.
+    pub fn missing<'p>(&self, paths: &'p [PathBuf]) -> Result<Option<&'p PathBuf>> {
+        for path in paths {
+            if !self.exists(path)? {
+                return Ok(Some(path));
+            }
+        }
+        Ok(None)
+    }
+
     /// The names and paths of the files in `directory`, sorted. Those of given files may be names in folders below.
     pub fn entries(&self, directory: &Path) -> Result<Vec<(String, PathBuf)>> {
         match self {

@@ -316,6 +316,11 @@ fn time_of(clock: libc::clockid_t) -> Option<Duration> {
     Some(Duration::from_secs(seconds) + Duration::from_nanos(time.tv_nsec.unsigned_abs()))
 }
 
+/// The threads of a crew for a pool of `threads`, the caller's included.
+fn own_threads(threads: usize, submit: &Option<Arc<Submit>>) -> usize {
+    submit.as_ref().map_or(threads, |_| 1)
+}
+
 impl Crew {
     fn new(threads: usize, parents: Option<&'static Crew>) -> Result<Crew> {
         let shared = Arc::new(PoolState {
@@ -365,25 +370,25 @@ impl Drop for Crew {
 impl Pool {
     /// A pool of `threads` threads, including the caller's.
     pub fn new(threads: usize) -> Result<Self> {
-        Self::with(threads, threads, None)
+        Self::with(threads, None)
     }
 
     /// A pool of the caller's thread and up to `threads - 1` of the host at a time, which run the tasks that `submit` schedules. Starts
     /// none itself. After a fork the caller works alone, because the child has none of the host's threads. `submit` is called by callers of
     /// [`Pool::run`], one at a time.
     pub fn of_host(threads: usize, submit: Arc<Submit>) -> Result<Self> {
-        Self::with(threads, 1, Some(submit))
+        Self::with(threads, Some(submit))
     }
 
-    /// A pool that starts `own` threads less one.
-    fn with(threads: usize, own: usize, submit: Option<Arc<Submit>>) -> Result<Self> {
+    fn with(threads: usize, submit: Option<Arc<Submit>>) -> Result<Self> {
         if !(1..=1024).contains(&threads) {
             bail!(
                 InvalidArgument,
                 "a pool takes 1 to 1024 threads, not {threads}"
             );
         }
-        let crew = Box::into_raw(Box::new(Crew::new(own, None)?));
+        let crew = Crew::new(own_threads(threads, &submit), None)?;
+        let crew = Box::into_raw(Box::new(crew));
         Ok(Pool {
             threads,
             submit,
@@ -400,7 +405,7 @@ impl Pool {
             return known;
         }
         let parents = Some(known);
-        let own = self.submit.as_ref().map_or(self.threads, |_| 1);
+        let own = own_threads(self.threads, &self.submit);
         let fresh = Crew::new(own, parents).or_else(|_| Crew::new(1, parents));
         let fresh = Box::into_raw(Box::new(fresh.expect("a crew of one starts no thread")));
         match self

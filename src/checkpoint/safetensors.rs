@@ -87,14 +87,12 @@ pub(super) fn open_index(files: &Files, path: &Path, metadata: Metadata) -> Resu
         }
     }
     let paths: Vec<PathBuf> = shards.iter().map(|s| directory.join(s)).collect();
-    for path in &paths {
-        if !files.exists(path)? {
-            bail!(
-                NotFound,
-                "{name} names the shard {}, which is missing",
-                path.display()
-            );
-        }
+    if let Some(missing) = files.missing(&paths)? {
+        bail!(
+            NotFound,
+            "{name} names the shard {}, which is missing",
+            missing.display()
+        );
     }
     let (sources, mut found) = read_shards(files, &paths)?;
     index.choose(&shards, &mut found, &name);

@@ -158,14 +158,12 @@ fn find<'a>(
     }
     let numbered = |name: &String| path.with_file_name(renumbered(file_name, name));
     let paths: Vec<PathBuf> = names.iter().map(numbered).collect();
-    for path in &paths {
-        if !files.exists(path)? {
-            bail!(
-                NotFound,
-                "it is part {number} of {count} of a model, and {} is missing",
-                path.display()
-            );
-        }
+    if let Some(missing) = files.missing(&paths)? {
+        bail!(
+            NotFound,
+            "it is part {number} of {count} of a model, and {} is missing",
+            missing.display()
+        );
     }
     Ok((files, paths, own))
 }
