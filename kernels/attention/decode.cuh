@@ -80,6 +80,9 @@ struct PageStage {
     static constexpr int PIECE = 16 / sizeof(E), KEY_PIECES = D / PIECE, VALUE_PIECES = POSITIONS<D> / PIECE;
     static constexpr int KEY_BYTES = POSITIONS<D> * D * sizeof(E), SCALE_BYTES = HAS_SCALES<E> ? POSITIONS<D> * 4 : 0;
     static constexpr int BYTES = 2 * (KEY_BYTES + SCALE_BYTES);
+    // Whether the pieces that a thread requests have the same swizzle: rows have one again after 8 of them, positions after 16 of codes.
+    static constexpr bool HAS_PERIOD = !IS_WIDEST<D> && THREADS % ((HAS_SCALES<E> ? 16 : 8) * KEY_PIECES) == 0 && THREADS % (8 * VALUE_PIECES) == 0 &&
+                                       POSITIONS<D> * KEY_PIECES % THREADS == 0;
     // Tiles of 16 elements that are loaded at once.
     static constexpr int AT_ONCE = HAS_SCALES<E> ? 2 : 1;
     u32 base;
@@ -90,11 +93,21 @@ struct PageStage {
     }
     // Requests the positions from these on; all threads call this. The scales of values are `apart` floats after those of keys.
     __device__ __forceinline__ void fill(const E* keys, const E* values, const float* scales, int apart) const {
+        auto key = [](int i) { return place<KEY_PIECES>(row_of_position<E>(i / KEY_PIECES), i % KEY_PIECES); };
+        auto value = [](int i) { return KEY_BYTES + place<VALUE_PIECES>(i / VALUE_PIECES, i % VALUE_PIECES); };
+        if constexpr (HAS_PERIOD) {
+            u32 key_to = base + key(threadIdx.x), value_to = base + value(threadIdx.x);
 #pragma unroll 4
-        for (int i = threadIdx.x; i < POSITIONS<D> * KEY_PIECES; i += THREADS) {
-            int value = IS_WIDEST<D> ? i / VALUE_PIECES * PAGE + i % VALUE_PIECES * PIECE : i * PIECE;
-            copy_async_16(base + place<KEY_PIECES>(row_of_position<E>(i / KEY_PIECES), i % KEY_PIECES), keys + i * PIECE, 16);
-            copy_async_16(base + KEY_BYTES + place<VALUE_PIECES>(i / VALUE_PIECES, i % VALUE_PIECES), values + value, 16);
+            for (int i = 0; i < POSITIONS<D> * KEY_PIECES; i += THREADS) {
+                copy_async_16(key_to + i * 16, keys + (threadIdx.x + i) * PIECE, 16);
+                copy_async_16(value_to + i * 16, values + (threadIdx.x + i) * PIECE, 16);
+            }
+        } else {
+#pragma unroll 4
+            for (int i = threadIdx.x; i < POSITIONS<D> * KEY_PIECES; i += THREADS) {
+                copy_async_16(base + key(i), keys + i * PIECE, 16);
+                copy_async_16(base + value(i), values + (IS_WIDEST<D> ? i / VALUE_PIECES * PAGE + i % VALUE_PIECES * PIECE : i * PIECE), 16);
+            }
         }
         constexpr int PIECES = SCALE_BYTES / 16;
         int i = threadIdx.x;

@@ -93,8 +93,10 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
         *(uint4*)&q[column][piece] = columns.has(column) ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
     }
 
-    constexpr int NEIGHBOURS = HAS_SCALES<E> ? 4 : 2, APART = HAS_SCALES<E> ? 2 : 8;
-    int low = position_of_row<E>(g), high = low + APART;
+    int low = position_of_row<E>(g), high = low + (HAS_SCALES<E> ? 2 : 8);
+    // The address by which a lane takes part in loading the queries of 16 columns: eight lanes have eight columns, and the next eight lanes the
+    // next eight elements of these.
+    u32 queries = shared_address(&q[lane % 8 + lane / 16 * 8][lane / 8 % 2 * 8]);
     float y[NT][OWN_TILES][4] = {}, max_score[NT][2], weight[NT][2] = {};
     int sees[NT][2];    // the end of the positions that the rows of a lane's columns see
 #pragma unroll
@@ -119,10 +121,21 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
                 stage(i).keys(first, j, k);
 #pragma unroll
                 for (int s = 0; s < AT_ONCE; s++) {
+                    if constexpr (HAS_SCALES<E>) {
 #pragma unroll
-                    for (int n = 0; n < NT; n++) {
-                        const u16* query = &q[n * HEADS + g][16 * (AT_ONCE * j + s) + NEIGHBOURS * t];
-                        mma_f16(score[n], k[s][0], k[s][1], k[s][2], k[s][3], *(const u32*)query, *(const u32*)(query + APART));
+                        for (int n = 0; n < NT; n++) {
+                            const u16* query = &q[n * HEADS + g][16 * (AT_ONCE * j + s) + 4 * t];
+                            mma_f16(score[n], k[s][0], k[s][1], k[s][2], k[s][3], *(const u32*)query, *(const u32*)(query + 2));
+                        }
+                    } else {
+#pragma unroll
+                        for (int n = 0; n < NT; n += 2) {
+                            // Both halves of 16 elements, of the columns of two tiles.
+                            u32 query[4];
+                            load_matrices(query, queries + (n * HEADS * PITCH + 16 * (AT_ONCE * j + s)) * 2);
+                            mma_f16(score[n], k[s][0], k[s][1], k[s][2], k[s][3], query[0], query[1]);
+                            mma_f16(score[n + 1], k[s][0], k[s][1], k[s][2], k[s][3], query[2], query[3]);
+                        }
                     }
                 }
             }
@@ -132,18 +145,29 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
                 key_scales[0] = stage(i).key_scale(first + low), key_scales[1] = stage(i).key_scale(first + high);
                 value_scales[0] = stage(i).value_scale(first + low), value_scales[1] = stage(i).value_scale(first + high);
             }
-            float factor[NT][2];
-            u32 probability[NT][2];
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    float& s = score[n][e];
-                    if (HAS_SCALES<E>) s = __fmul_rn(s, key_scales[e / 2]);
-                    if (a.cap > 0) s = capped(s, a.cap);
-                    int at = p + (e < 2 ? low : high), seen = sees[n][e % 2];
-                    if (masks && (at >= seen || (a.window > 0 && at < seen - own_apart + 1 - a.window))) s = -INFINITY;
+                    if (HAS_SCALES<E>) score[n][e] = __fmul_rn(score[n][e], key_scales[e / 2]);
                 }
+            }
+            if (a.cap > 0) {
+#pragma unroll
+                for (int i = 0; i < NT * 4; i++) score[i / 4][i % 4] = capped(score[i / 4][i % 4], a.cap);
+            }
+            if (masks) {
+#pragma unroll
+                for (int i = 0; i < NT * 4; i++) {
+                    int n = i / 4, e = i % 4, at = p + (e < 2 ? low : high), seen = sees[n][e % 2];
+                    if (at >= seen || (a.window > 0 && at < seen - own_apart + 1 - a.window)) score[n][e] = -INFINITY;
+                }
+            }
+            float factor[NT][2];
+            u32 probability[NT][2];
+            bool grows = false;     // whether a largest score does
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
                     float best = fmaxf(score[n][h], score[n][h + 2]);
@@ -153,6 +177,7 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
                     // Positions that a row does not see change nothing.
                     float subtracted = best == -INFINITY ? 0 : best;
                     factor[n][h] = exp2_approx(max_score[n][h] - subtracted);
+                    grows |= factor[n][h] != 1;
                     max_score[n][h] = best;
                     weight[n][h] = __fmul_rn(weight[n][h], factor[n][h]);
                     score[n][h] = exp2_approx(score[n][h] - subtracted);
@@ -165,6 +190,17 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
                     probability[n][b] = transpose_matrix(pack_f16(score[n][2 * b] * scale, score[n][2 * b + 1] * scale));
                 }
             }
+            // Most pages of a prompt change no largest score, and a factor of 1 no sum.
+            if (__any_sync(ALL_LANES, grows)) {
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+#pragma unroll
+                    for (int i = 0; i < OWN_TILES; i++) {
+#pragma unroll
+                        for (int e = 0; e < 4; e++) y[n][i][e] *= factor[n][e % 2];
+                    }
+                }
+            }
 #pragma unroll
             for (int j = 0; j < OWN_TILES / AT_ONCE; j++) {
                 u32 v[AT_ONCE][4];
@@ -173,10 +209,7 @@ __device__ __forceinline__ void attend_rows(const RowsArguments& a) {
                 for (int s = 0; s < AT_ONCE; s++) {
 #pragma unroll
                     for (int n = 0; n < NT; n++) {
-                        float(&tile)[4] = y[n][AT_ONCE * j + s];
-#pragma unroll
-                        for (int e = 0; e < 4; e++) tile[e] *= factor[n][e % 2];
-                        mma_f16(tile, v[s][0], v[s][1], v[s][2], v[s][3], probability[n][0], probability[n][1]);
+                        mma_f16(y[n][AT_ONCE * j + s], v[s][0], v[s][1], v[s][2], v[s][3], probability[n][0], probability[n][1]);
                     }
                 }
             }
