@@ -45,15 +45,16 @@ impl Answer {
         }
     }
 
-    /// Limits the reasoning to `tokens` tokens, if the model reasons.
+    /// Limits the reasoning to `tokens` tokens, if the model reasons. `call_must_come` says that a tool call follows it.
     pub(super) fn within(
         mut self,
         model: &Served,
         form: &AnswerForm,
         tokens: Option<usize>,
+        call_must_come: bool,
     ) -> Result<Answer> {
-        if let (Some(left), Some(marks)) = (tokens, form.reasoning()) {
-            let end = model.tokenizer()?.encode(marks.early_end, false)?;
+        if let (Some(left), Some(end)) = (tokens, form.early_end(call_must_come)) {
+            let end = model.tokenizer()?.encode(end, false)?;
             self.budget = Some(Budget { left, end });
         }
         Ok(self)

@@ -185,6 +185,7 @@ impl Session {
             &model,
             form,
             chat.reasoning_budget,
+            options.tool_calls == ToolCalls::Required,
         )?;
         self.conversation = Conversation {
             begun: true,

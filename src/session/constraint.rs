@@ -36,8 +36,7 @@ pub(super) struct Constraint {
     /// Tokens of the model that end a text, but are to be ignored.
     ignored: Vec<u32>,
     opening: Opening,
-    /// The texts of which one begins a tool call.
-    call_marks: &'static [&'static str],
+    form: Option<AnswerForm>,
 }
 
 /// The part of an answer that is held.
@@ -67,20 +66,19 @@ struct Opening {
     header: Vec<u32>,
     /// Tokens that end the reasoning, with those up to the content.
     end: Vec<u32>,
-    /// Tokens between the end of the reasoning and the content.
+    /// Tokens between the end of the reasoning and the held part.
     lead: Vec<u32>,
     /// Whether there was reasoning, which `lead` has not followed.
     is_due: bool,
 }
 
 impl Opening {
-    fn of(model: &Served, form: &AnswerForm) -> Result<Opening> {
-        let Some(marks) = form.reasoning() else {
+    fn of(model: &Served, form: &AnswerForm, call_must_come: bool) -> Result<Opening> {
+        let (Some(marks), Some(end)) = (form.reasoning(), form.early_end(call_must_come)) else {
             return Ok(Opening::default());
         };
         let tokenizer = model.tokenizer()?;
-        let at = marks.early_end.find(marks.end).unwrap_or_default();
-        let end = &marks.early_end[at..];
+        let end = &end[end.find(marks.end).unwrap_or_default()..];
         let header = tokenizer.encode(marks.begin, false)?;
         Ok(Opening {
             begin: <[u32; 1]>::try_from(&*header).ok().map(|[token]| token),
@@ -124,10 +122,10 @@ impl Constraint {
             stops: [own, &options.stop_tokens].concat(),
             ignored: ignored.to_vec(),
             opening: match form {
-                Some(form) => Opening::of(model, form)?,
+                Some(form) => Opening::of(model, form, scope != Scope::Content)?,
                 None => Opening::default(),
             },
-            call_marks: form.map_or(&[], AnswerForm::call_marks),
+            form: form.cloned(),
         }))
     }
 
@@ -154,7 +152,8 @@ impl Constraint {
 
     /// Whether tool calls are held, and `text` begins one.
     fn holds_call(&self, text: &str) -> bool {
-        self.scope != Scope::Content && self.call_marks.iter().any(|mark| text.starts_with(mark))
+        let form = self.form.as_ref().filter(|_| self.scope != Scope::Content);
+        form.is_some_and(|form| form.holds_call(text))
     }
 
     /// As [`next`](Self::next) for a token before the held part; `None` if the token may begin that part, which the phase then says.
@@ -166,18 +165,21 @@ impl Constraint {
         };
         match stage {
             AnswerStage::Reasoning => self.opening.is_due = true,
-            AnswerStage::Call(text) if self.holds_call(text) => {
+            AnswerStage::Call(text) | AnswerStage::Header(text) if self.holds_call(text) => {
                 let tokens = model.tokenizer()?.encode(text, false)?;
                 self.begin(&tokens)
                     .map_err(|e| e.within("the beginning of a tool call"))?;
                 return Ok(None);
             }
-            AnswerStage::Header if begins => {
-                let tokens = match std::mem::take(&mut self.opening.is_due) {
-                    true => &self.opening.lead,
-                    false => &self.opening.header,
-                };
-                return Ok(Some(given(tokens).unwrap_or(Next::Free)));
+            AnswerStage::Header(_) if begins => {
+                if !std::mem::take(&mut self.opening.is_due) {
+                    return Ok(Some(given(&self.opening.header).unwrap_or(Next::Free)));
+                }
+                let lead = given(&self.opening.lead);
+                if lead.is_none() {
+                    self.phase = Phase::Held;
+                }
+                return Ok(lead);
             }
             AnswerStage::Undecided if begins => {
                 self.phase = match self.opening.begin {
@@ -307,9 +309,9 @@ impl Constraint {
         Some(self.opening.end.clone())
     }
 
-    /// Notes that tokens come which end the reasoning and lead to the content.
+    /// Notes that tokens come which end the reasoning and lead to the held part.
     pub(super) fn close_reasoning(&mut self) {
-        self.opening.is_due = false;
+        self.opening.is_due = self.opening.lead.is_empty();
     }
 }
 

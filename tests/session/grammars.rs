@@ -480,6 +480,38 @@ fn calls_of_every_family_that_writes_json_are_held() {
     }
 }
 
+/// gpt-oss names the tool in the header of a message.
+#[test]
+fn calls_with_headers_are_held() {
+    const HARMONY: &str = "{% if tools %}{# <|channel|> #}{% endif %}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant";
+    let chat = ChatOptions {
+        tools: tools(),
+        reasoning_budget: Some(4),
+        ..ChatOptions::default()
+    };
+    let mut names = Vec::new();
+    let mut options = drawn(250);
+    options.tool_calls = ToolCalls::Required;
+    let (_dir, model) = templated("harmony", HARMONY);
+    for seed in 0..6 {
+        options.sampling.seed = Some(seed);
+        let out = until_call(&model, &chat, &options);
+        assert!(out.tool_calls.len() == 1 && !out.reasoning.is_empty() && out.text.is_empty());
+        check_call(&out.tool_calls[0]);
+        names.push(out.tool_calls[0].name.clone());
+    }
+    assert!(names.iter().any(|n| n == "now") && names.iter().any(|n| n == "weather"));
+    // A model that begins a recipient writes a call.
+    let (_begun, begun) = templated("harmony-begun", &format!("{HARMONY} to="));
+    options.tool_calls = ToolCalls::Held;
+    let out = until_call(&begun, &chat, &options);
+    assert!(
+        out.tool_calls.len() == 1 && out.reasoning.is_empty(),
+        "{out:?}"
+    );
+    check_call(&out.tool_calls[0]);
+}
+
 #[test]
 fn tool_calls_are_held_to_their_schemas() {
     let (_dir, model) = thinker("calls", TOOLS);

@@ -143,6 +143,16 @@ impl AnswerForm {
         self.reasoning
     }
 
+    /// The text that closes reasoning when its budget is used up, up to the content; or up to the header of the next message, where a tool
+    /// call must come and has a header of its own.
+    pub fn early_end(&self, call_must_come: bool) -> Option<&'static str> {
+        let reasoning = self.reasoning?;
+        Some(match call_must_come && self.has_headers {
+            true => reasoning.end,
+            false => reasoning.early_end,
+        })
+    }
+
     /// Marks with a role in answers, which are tokens of some tokenizers.
     pub(in crate::text) fn roles_of_marks(&self) -> Vec<(TokenRole, &'static str)> {
         let mut found = Vec::new();

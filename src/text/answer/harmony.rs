@@ -5,12 +5,14 @@
 use serde_json::{Map, Value};
 
 use super::section::{
-    Found, HEADER, Scan, SectionStep, ToolCallForm, Written, is_begun, search, written,
+    Found, HEADER, Piece, Scan, SectionStep, ToolCallForm, Written, WrittenCall, is_begun, search,
+    written,
 };
 
 pub(super) const START: &str = "<|start|>";
 const CHANNEL: &str = "<|channel|>";
 const MESSAGE: &str = "<|message|>";
+const CONSTRAIN: &str = "<|constrain|>";
 const CALL: &str = "<|call|>";
 const TO: &str = " to=";
 /// The namespace of tools in the names of recipients.
@@ -101,6 +103,48 @@ fn word_after<'a>(header: &'a str, mark: &str) -> Option<&'a str> {
     rest.split(|c: char| c.is_whitespace() || c == '<').next()
 }
 
+/// A channel and the recipient up to the tool's name.
+const CHANNEL_TO: Piece = Piece::Pattern("[a-z]+ to=functions\\.");
+const ROLE_TO: Piece = Piece::Text("assistant to=functions.");
+/// From the tool's name to the arguments, where the channel precedes the recipient, and where it follows.
+const AFTER_RECIPIENT: &[Piece] = &[
+    Piece::Text(" "),
+    Piece::Optional(CONSTRAIN),
+    Piece::Optional("json"),
+    Piece::Text(MESSAGE),
+];
+const CHANNEL_AFTER_RECIPIENT: &[Piece] = &[
+    Piece::Text(CHANNEL),
+    Piece::Text("commentary "),
+    Piece::Optional(CONSTRAIN),
+    Piece::Optional("json"),
+    Piece::Text(MESSAGE),
+];
+/// The headers of a call, of which those without a role follow a prompt.
+static WRITTEN: [WrittenCall; 4] = [
+    header(&[Piece::Text(CHANNEL), CHANNEL_TO], AFTER_RECIPIENT),
+    header(
+        &[
+            Piece::Text(START),
+            Piece::Text("assistant"),
+            Piece::Text(CHANNEL),
+            CHANNEL_TO,
+        ],
+        AFTER_RECIPIENT,
+    ),
+    header(&[Piece::Text(" to=functions.")], CHANNEL_AFTER_RECIPIENT),
+    header(&[Piece::Text(START), ROLE_TO], CHANNEL_AFTER_RECIPIENT),
+];
+
+const fn header(before_name: &'static [Piece], before_arguments: &'static [Piece]) -> WrittenCall {
+    WrittenCall {
+        before_name,
+        quotes_name: false,
+        before_arguments,
+        after: &[Piece::Optional(CALL)],
+    }
+}
+
 /// A message to a tool, with a JSON object of arguments. A section begins at its header.
 pub(super) struct Harmony;
 
@@ -111,11 +155,20 @@ impl ToolCallForm for Harmony {
 
     fn marks(&self) -> &[&'static str] {
         // The marks at the end of an answer are not part of it.
-        &[START, CHANNEL, MESSAGE, "<|constrain|>", "<|end|>"]
+        &[START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>"]
     }
 
     fn ends(&self) -> &[&'static str] {
         &[CALL]
+    }
+
+    fn written(&self) -> &[WrittenCall] {
+        &WRITTEN
+    }
+
+    /// A header is that of a call from its recipient on.
+    fn is_held_from(&self, text: &str) -> bool {
+        text.contains(TO)
     }
 
     fn read(&self, text: &str, scan: &mut Scan, _whole: bool) -> SectionStep {
@@ -230,6 +283,28 @@ mod tests {
                 .collect();
             assert_eq!(text, answer.replace("<|end|>", "\n\n"), "{answer}");
         }
+    }
+
+    #[test]
+    fn a_call_is_held_from_its_recipient() {
+        for (text, begins) in [
+            ("<|channel|>commentary to=", true),
+            ("<|start|>assistant to=functions.f", true),
+            (" to=", true),
+            ("<|channel|>commentary", false),
+            ("<|start|>assistant", false),
+        ] {
+            assert_eq!(form().holds_call(text), begins, "{text}");
+        }
+        let tools = [serde_json::json!({"name": "f"})];
+        let lark = form().grammar_of_calls(&tools, |_| None).unwrap();
+        let start = lark.lines().next().unwrap();
+        assert!(
+            start.contains(
+                r#""<|start|>" "assistant to=functions." ("f" "<|channel|>" "commentary " "#
+            ),
+            "{start}"
+        );
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use serde_json::{Value, json};
 
+#[cfg(doc)]
+use super::AnswerStage;
 use super::form::AnswerForm;
 use super::section::{Piece, WrittenCall};
 use crate::base::Result;
@@ -22,7 +24,7 @@ impl AnswerForm {
         if written.is_empty() {
             bail!(
                 Unsupported,
-                "tool calls of this model cannot be held to schemas; those with arguments in JSON can: of Hermes, Qwen3, Llama 3, Mistral, DeepSeek, Granite, Phi-4-mini, Nemotron and Command R7B"
+                "tool calls of this model cannot be held to schemas; those with arguments in JSON can: of Hermes, Qwen3, Llama 3, Mistral, DeepSeek, Granite, Phi-4-mini, Nemotron, Command R7B and gpt-oss"
             );
         }
         if tools.is_empty() {
@@ -64,9 +66,9 @@ impl AnswerForm {
         Ok(lark)
     }
 
-    /// The texts of which one begins a call that can be held.
-    pub fn call_marks(&self) -> &'static [&'static str] {
-        self.calls.map_or(&[], |form| form.held_from())
+    /// Whether a text begins a call that can be held: of the stage [`AnswerStage::Call`] or [`AnswerStage::Header`].
+    pub fn holds_call(&self, text: &str) -> bool {
+        self.calls.is_some_and(|form| form.is_held_from(text))
     }
 }
 

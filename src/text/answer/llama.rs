@@ -56,8 +56,10 @@ impl ToolCallForm for Llama {
     }
 
     /// An answer that begins as an object is taken for a call.
-    fn held_from(&self) -> &[&'static str] {
-        &[TAG, FUNCTION[0], "{"]
+    fn is_held_from(&self, text: &str) -> bool {
+        [TAG, FUNCTION[0], "{"]
+            .iter()
+            .any(|begin| text.starts_with(begin))
     }
 
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {

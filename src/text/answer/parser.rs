@@ -27,8 +27,8 @@ pub enum AnswerStage<'a> {
     Content,
     /// A tool call, of which this text is there so far, with its mark.
     Call(&'a str),
-    /// The header of a message, in a form whose answers are series of messages.
-    Header,
+    /// The header of a message, of which this text is there so far, in a form whose answers are series of messages.
+    Header(&'a str),
 }
 
 /// Splits an answer into events while it streams.
@@ -197,7 +197,7 @@ impl AnswerParser {
             Stage::Reasoning => AnswerStage::Reasoning,
             Stage::Content { .. } => AnswerStage::Content,
             Stage::Section(_) => AnswerStage::Call(&self.text),
-            Stage::Header => AnswerStage::Header,
+            Stage::Header => AnswerStage::Header(&self.text),
         }
     }
 

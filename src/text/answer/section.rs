@@ -29,9 +29,9 @@ pub(super) trait ToolCallForm: Sync {
         &[]
     }
 
-    /// The beginnings of a section from which a call can be held to a grammar.
-    fn held_from(&self) -> &[&'static str] {
-        self.begins()
+    /// Whether the text of a section or of a header, as far as it is there, begins a call that can be held to a grammar.
+    fn is_held_from(&self, text: &str) -> bool {
+        self.begins().iter().any(|mark| text.starts_with(mark))
     }
 
     /// Continues parsing a section. `text` is its unparsed text so far; `whole` says that it is complete because the model
