@@ -408,3 +408,163 @@ impl PackedFile {
         verify().map_err(|e| e.within(self.path.display()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::base::ErrorKind;
+    use crate::base::error::expect_kind;
+
+    /// A header of two matrices, of 100 and 64 bytes, and a table.
+    fn header() -> Value {
+        let matrix = |name: &str, bytes: u64, offset: u64| {
+            json!({
+                "matrix": {"name": name, "kind": "int8", "rows": 3, "cols": 5, "global": 1.0f32.to_bits(), "bytes": bytes},
+                "offset": offset,
+            })
+        };
+        json!({
+            "layout": 7,
+            "sources": [{"name": "a.safetensors", "bytes": 9, "modified": [1, 2]}],
+            "matrices": [matrix("a", 100, 0), matrix("b", 64, 128)],
+            "tables": ["t"],
+        })
+    }
+
+    /// A file with this header, so many bytes of matrices and these checksums of source weights, and with checksums that fit.
+    fn file_with(header: &[u8], matrices: usize, sums: &[u64]) -> Vec<u8> {
+        let mut content = vec![0; (16 + header.len()).next_multiple_of(64) - 16 - header.len()];
+        content.extend((0..matrices).map(|i| i as u8));
+        let mut sum = front(header);
+        for s in sums {
+            content.extend(s.to_le_bytes());
+            sum.write(&s.to_le_bytes());
+        }
+        content.extend(sum.finish().to_le_bytes());
+        let size = crate::base::sealed::size(header.len(), content.len() as u64);
+        let mut bytes = vec![0; size as usize];
+        let len = content.len() as u64;
+        let mut writer = Writer::in_memory(&mut bytes, &FORMAT, header, len).unwrap();
+        writer.write(&content).unwrap();
+        writer.finish().unwrap();
+        bytes
+    }
+
+    fn parse(bytes: &[u8]) -> Result<PackedContents> {
+        PackedContents::parse(bytes, 7)
+    }
+
+    /// The file of a changed header.
+    fn changed(change: impl FnOnce(&mut Value)) -> Result<PackedContents> {
+        let mut header = header();
+        change(&mut header);
+        parse(&file_with(header.to_string().as_bytes(), 192, &[1, 2, 3]))
+    }
+
+    #[test]
+    fn what_is_written_is_read() {
+        let path = std::env::temp_dir().join(format!("nvfp4-pack-{}", std::process::id()));
+        let shape = |name: &str, bytes| PackedShape {
+            name: name.to_owned(),
+            kind: "bf16".to_owned(),
+            rows: 16,
+            cols: 2,
+            global: 0.5f32.to_bits(),
+            bytes,
+        };
+        let sources = vec![SourceFile {
+            name: "m".to_owned(),
+            bytes: 3,
+            modified: (4, 5),
+        }];
+        let shapes = vec![shape("a", 100), shape("b", 64)];
+        let tables = vec!["t".to_owned()];
+        let mut writer = PackedWriter::create(&path, 7, sources.clone(), shapes, tables).unwrap();
+        writer.matrix(&[1; 100], 11).unwrap();
+        expect_kind(writer.matrix(&[2; 63], 12), ErrorKind::Internal, "63");
+        writer.matrix(&[2; 64], 12).unwrap();
+        expect_kind(writer.matrix(&[3], 13), ErrorKind::Internal, "not planned");
+        let bytes = writer.finish(&[13]).unwrap();
+        assert_eq!(bytes, fs::metadata(&path).unwrap().len());
+        let file = PackedFile::open(&path, 7).unwrap().unwrap();
+        file.verify().unwrap();
+        let contents = file.contents();
+        assert_eq!(contents.sources, sources);
+        assert_eq!(contents.tables, HashMap::from([("t".to_owned(), 13)]));
+        for (name, sum, content) in [("a", 11, vec![1; 100]), ("b", 12, vec![2; 64])] {
+            let matrix = &contents.matrices[name];
+            assert!((matrix.rows, matrix.cols, matrix.sum) == (16, 2, sum));
+            assert!(matrix.kind == WeightType::BF16 && matrix.global == 0.5);
+            assert!(matrix.range.start.is_multiple_of(64));
+            assert_eq!(file.mapping()[matrix.range.clone()], content);
+        }
+        fs::remove_file(&path).unwrap();
+        assert!(PackedFile::open(&path, 7).unwrap().is_none());
+    }
+
+    #[test]
+    fn every_byte_but_those_of_matrices_is_checked() {
+        let header = header().to_string();
+        let good = file_with(header.as_bytes(), 192, &[1, 2, 3]);
+        let contents = parse(&good).unwrap();
+        assert_eq!(contents.matrices["b"].sum, 2);
+        assert_eq!(contents.tables["t"], 3);
+        let start = contents.matrices["a"].range.start;
+        // The padding before matrices and the checksum of the whole file are left to `verify`.
+        let read = (0..16 + header.len()).chain(start + 192..good.len() - 8);
+        for at in read {
+            let mut bytes = good.clone();
+            bytes[at] ^= 1;
+            assert!(parse(&bytes).is_err(), "byte {at}");
+        }
+        for len in 0..good.len() {
+            assert!(parse(&good[..len]).is_err(), "{len} bytes");
+        }
+        let longer = [&good[..], &[0]].concat();
+        expect_kind(parse(&longer), ErrorKind::CorruptFile, "damaged or cut off");
+        expect_kind(
+            PackedContents::parse(&good, 8),
+            ErrorKind::Unsupported,
+            "layout 7, and this library's kernels read layout 8",
+        );
+        let mut other = good.clone();
+        other[0] = b'X';
+        expect_kind(parse(&other), ErrorKind::CorruptFile, "it is not a file of");
+        other = good.clone();
+        other[8] = 9;
+        expect_kind(parse(&other), ErrorKind::Unsupported, "of version 9");
+    }
+
+    /// Headers that are sealed as they should be, and say what cannot be.
+    #[test]
+    fn headers_of_strangers_are_refused() {
+        let invalid = ErrorKind::CorruptFile;
+        assert!(changed(|_| {}).is_ok());
+        // Over the one before, between two, not aligned, and before the file.
+        for offset in [0, 64, 100, 129, 192, u64::MAX] {
+            let refused = changed(|h| h["matrices"][1]["offset"] = json!(offset));
+            expect_kind(refused, invalid, "'b' is at offset");
+        }
+        for bytes in [0, 64, 129, 1 << 40, u64::MAX - 63, u64::MAX] {
+            let refused = changed(|h| h["matrices"][0]["matrix"]["bytes"] = json!(bytes));
+            assert_eq!(refused.unwrap_err().kind(), invalid, "{bytes}");
+        }
+        let twice = changed(|h| h["matrices"][1]["matrix"]["name"] = json!("a"));
+        expect_kind(twice, invalid, "it has 'a' twice");
+        let twice = changed(|h| h["tables"] = json!(["a"]));
+        expect_kind(twice, invalid, "it has 'a' twice");
+        let kind = changed(|h| h["matrices"][0]["matrix"]["kind"] = json!("q4"));
+        expect_kind(kind, invalid, "the unknown type 'q4'");
+        let more = changed(|h| h["tables"] = json!(["t", "u"]));
+        expect_kind(more, invalid, "by its header it would have");
+        let unknown = changed(|h| h["more"] = json!(1));
+        expect_kind(unknown, invalid, "unknown field");
+        let negative = changed(|h| h["matrices"][0]["matrix"]["rows"] = json!(-1));
+        expect_kind(negative, invalid, "its header");
+        for header in [&b"{}"[..], b"[", b"\xff", b""] {
+            assert!(parse(&file_with(header, 192, &[1, 2, 3])).is_err());
+        }
+    }
+}

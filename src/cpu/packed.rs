@@ -597,4 +597,50 @@ mod tests {
             "shape [3, 20]",
         );
     }
+
+    /// Bytes of a file are the weight that was packed into them, if they are where such a weight can be.
+    #[test]
+    fn a_mapped_weight_is_the_packed_one() {
+        let (rows, cols) = (37, 80);
+        let packed = Packed::nvfp4(rows, cols, 0.5, &mut |range, codes, scales| {
+            let bytes = codes.iter_mut().enumerate();
+            bytes.for_each(|(i, byte)| *byte = (range.start * 40 + i * 7) as u8);
+            scales.fill(0x38);
+            Ok(())
+        })
+        .unwrap();
+        let name = format!("nvfp4-packed-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let front = Packed::ALIGN;
+        let content = [&vec![0xff; front], packed.stored(), &[0xff; 3]].concat();
+        std::fs::write(&path, &content).unwrap();
+        let mapping = Arc::new(Mapping::open(&path).unwrap());
+        std::fs::remove_file(&path).unwrap();
+        let range = front..front + packed.bytes();
+        let mapped = |rows, global, range| {
+            let kind = WeightType::Nvfp4;
+            Packed::mapped((rows, cols), kind, global, mapping.clone(), range)
+        };
+        let same = mapped(rows, 0.5, range.clone()).unwrap();
+        assert!(same.is_mapped() && !packed.is_mapped());
+        assert_eq!(same.stored(), packed.stored());
+        let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
+        for row in 0..rows {
+            packed.row(row, &mut a).unwrap();
+            same.row(row, &mut b).unwrap();
+            assert_eq!(a, b);
+        }
+        let invalid = ErrorKind::InvalidArgument;
+        let shifted = front + 1..front + 1 + packed.bytes();
+        expect_kind(mapped(rows, 0.5, shifted), invalid, "not aligned");
+        let past = 2 * front..2 * front + packed.bytes();
+        expect_kind(mapped(rows, 0.5, past), invalid, "bytes, not those from");
+        let short = front..front + packed.bytes() - 64;
+        expect_kind(mapped(rows, 0.5, short), invalid, "bytes, not those from");
+        expect_kind(mapped(16, 0.5, range.clone()), invalid, "shape [16, 80]");
+        let huge = mapped(usize::MAX - 15, 0.5, range.clone());
+        assert!(huge.is_err());
+        let not_finite = mapped(rows, f32::NAN, range);
+        assert!(not_finite.unwrap_err().message().contains("NaN"));
+    }
 }

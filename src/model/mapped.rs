@@ -149,14 +149,18 @@ fn folder(place: &Path) -> &Path {
     }
 }
 
-/// Reads the file of packed weights beside a checkpoint whole, and compares it with its checksum. Returns its size; `None` if there is none.
-pub fn verify_packed(checkpoint: &dyn Checkpoint) -> Result<Option<u64>> {
-    let Some(place) = packed_place(checkpoint) else {
-        return Ok(None);
+/// Reads the file of packed weights beside a checkpoint whole, and compares it with its checksum. Returns its size. Fails if there is none.
+pub fn verify_packed(checkpoint: &dyn Checkpoint) -> Result<u64> {
+    let file = match packed_place(checkpoint) {
+        Some(place) => PackedFile::open(&place, Packed::LAYOUT)?,
+        None => None,
     };
-    let Some(file) = PackedFile::open(&place, Packed::LAYOUT)? else {
-        return Ok(None);
+    let Some(file) = file else {
+        bail!(
+            NotFound,
+            "there are no packed weights to verify; `nvfp4 quantize DIR DIR --packed` writes them"
+        );
     };
     file.verify()?;
-    Ok(Some(file.mapping().len() as u64))
+    Ok(file.mapping().len() as u64)
 }
