@@ -130,7 +130,7 @@ fn a_mapped_model_has_the_bits_of_a_packed_one() {
     }
 }
 
-/// What is quantized while loading is packed into memory, and the rest is mapped.
+/// Matrices that loading quantizes are packed into memory, and the rest is mapped.
 #[test]
 fn quantizing_while_loading_maps_what_it_leaves() {
     for case in ["qwen3_untied", "qwen3_tied", "gptoss_nvfp4"] {
@@ -246,7 +246,7 @@ fn required_packed_weights_are_there_or_refused() {
     expect_kind(given, ErrorKind::Unsupported, "are not mapped");
 }
 
-/// What is packed is checked as loading checks it, and nothing is left behind.
+/// Packing checks weights as loading does. A refusal leaves no file behind.
 #[test]
 fn a_model_that_cannot_be_loaded_is_not_packed() {
     let copy = Copy::of("qwen3_tied", "packed");

@@ -892,9 +892,9 @@ fn global_of(checkpoint: &dyn Checkpoint, found: &Found<'_>) -> Result<f32> {
 /// Checksums of a matrix.
 #[derive(Default)]
 struct MatrixSums {
-    /// Of values or codes.
+    /// Checksum of values or codes.
     values: RowsChecksum,
-    /// Of scales, and the global scale, if there are scales.
+    /// Checksum of scales, and the global scale, if there are scales.
     scales: Option<(RowsChecksum, Option<f32>)>,
 }
 

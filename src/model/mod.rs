@@ -113,7 +113,7 @@ pub struct ModelInfo {
     pub parameters: u64,
     /// Bytes of weights in memory.
     pub weight_bytes: u64,
-    /// Those of them that are mapped from a file of packed weights, which processes share.
+    /// Part of `weight_bytes` that is mapped from a file of packed weights, which processes share.
     pub mapped_bytes: u64,
     /// Matrices by the format in which they are held.
     pub formats: BTreeMap<&'static str, FormatUse>,

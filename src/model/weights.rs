@@ -518,7 +518,7 @@ impl Weights {
             + vectors.map(Array::bytes).sum::<usize>()
     }
 
-    /// Those of these bytes that are in a mapped file, which other processes may share.
+    /// Part of [`Weights::bytes`] that is in a mapped file, which other processes may share.
     pub fn mapped_bytes(&self) -> usize {
         self.linears().map(Linear::mapped_bytes).sum()
     }

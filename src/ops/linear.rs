@@ -208,7 +208,7 @@ impl Linear {
         }
     }
 
-    /// Those of these bytes that are in a mapped file.
+    /// Part of [`Linear::bytes`] that is in a mapped file.
     pub fn mapped_bytes(&self) -> usize {
         match &self.weight {
             Weight::Cpu(packed) if packed.is_mapped() => packed.bytes(),
