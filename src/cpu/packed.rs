@@ -159,7 +159,7 @@ impl Packed {
 
     /// A weight that was packed before, in `range` of a mapped file. Fails if `range` is not in the file, not aligned to [`Packed::ALIGN`] or not
     /// of the size of such a weight, or if the global scale is invalid. Reads no codes and no other scales: any bytes are safe to compute with,
-    /// and invalid scales give results that are not finite.
+    /// and invalid scales give wrong numbers.
     pub fn mapped(
         (rows, cols): (usize, usize),
         kind: WeightType,

@@ -1,6 +1,6 @@
 //! Loads weights from a checkpoint. Finds every tensor and checks its shape before reading any; then several threads pack tensors, a run of
 //! rows at a time, while the calling thread reports progress and checks for cancellation. Checksums are computed on the way, so that the
-//! model's fingerprint needs no second read.
+//! model's fingerprint needs no second read. Where packed weights are mapped from a file, packing is left out, or done to compare with them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::Hasher;
@@ -35,7 +35,7 @@ use crate::base::checksum::RowsChecksum;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, memory, threads};
-use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
+use crate::checkpoint::{self, Checkpoint, Encoding, Entry, PackedShape, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::delta::DeltaWeights;
 use crate::ops::linear::{Linear, Packed, ReadNvfp4};
@@ -1051,15 +1051,6 @@ fn checks<'a>(found: &Found<'a>) -> Vec<Job<'a>> {
     (0..rows).step_by(step).map(of_rows).collect()
 }
 
-/// A matrix that is packed in the form in which it is stored.
-pub(super) struct PreparedMatrix {
-    pub(super) name: String,
-    pub(super) kind: WeightType,
-    pub(super) rows: usize,
-    pub(super) cols: usize,
-    pub(super) global: f32,
-}
-
 /// The matrices of a model on the CPU, and the tables that stay in their file, for packing them without loading the model.
 pub(super) struct PackPlan<'a> {
     checkpoint: &'a dyn Checkpoint,
@@ -1084,21 +1075,25 @@ impl<'a> PackPlan<'a> {
         })
     }
 
-    /// The matrices in their order.
-    pub(super) fn matrices(&self) -> impl Iterator<Item = Result<PreparedMatrix>> {
-        self.matrices.iter().map(|job| {
+    /// The matrices in their order, in the forms in which they are stored.
+    pub(super) fn shapes(&self) -> Result<Vec<PackedShape>> {
+        let shape = |job: &Job<'a>| {
             let (found, kind) = (&job.found, held(&job.found, false));
-            Ok(PreparedMatrix {
+            let (rows, cols) = (found.height(), found.cols());
+            let global = match kind {
+                WeightType::Nvfp4 => global_of(self.checkpoint, found)?,
+                _ => 1.0,
+            };
+            Ok(PackedShape {
                 name: job.name.clone(),
-                kind,
-                rows: found.height(),
-                cols: found.cols(),
-                global: match kind {
-                    WeightType::Nvfp4 => global_of(self.checkpoint, found)?,
-                    _ => 1.0,
-                },
+                kind: kind.name().to_owned(),
+                rows,
+                cols,
+                global: global.to_bits(),
+                bytes: Packed::bytes_of(rows, cols, kind)? as u64,
             })
-        })
+        };
+        self.matrices.iter().map(shape).collect()
     }
 
     /// Names of the tables.

@@ -5,13 +5,12 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::load::{self, PreparedMatrix};
+use super::load::PackPlan;
 use super::{Device, check_loadable, open, spec_with_frequencies};
 use crate::base::error::bail;
-use crate::base::memory::Bytes;
 use crate::base::{Result, call};
-use crate::checkpoint::{PackedShape, PackedWriter, SourceFile, packed_place};
-use crate::ops::linear::{Linear, Packed};
+use crate::checkpoint::{PackedWriter, SourceFile, packed_place};
+use crate::ops::linear::Packed;
 
 /// Bytes of packed matrices that are held at a time, unless one alone has more.
 const HELD: u64 = 128 << 20;
@@ -45,28 +44,8 @@ pub fn pack(path: &Path, device: &Device) -> Result<PackReport> {
         bail!(Internal, "a model on disk without files");
     };
     let sources = SourceFile::all(&*checkpoint)?;
-    let plan = load::PackPlan::of(&*checkpoint, &spec)?;
-    let shapes = plan
-        .matrices()
-        .map(|matrix| {
-            let PreparedMatrix {
-                name,
-                kind,
-                rows,
-                cols,
-                global,
-            } = matrix?;
-            let Bytes { host: bytes, .. } = Linear::bytes_of(device.kind(), rows, cols, kind)?;
-            Ok(PackedShape {
-                name,
-                kind: kind.name().to_owned(),
-                rows,
-                cols,
-                global: global.to_bits(),
-                bytes,
-            })
-        })
-        .collect::<Result<Vec<_>>>()?;
+    let plan = PackPlan::of(&*checkpoint, &spec)?;
+    let shapes = plan.shapes()?;
     let (mut first, matrices) = (0, shapes.len());
     let sizes: Vec<u64> = shapes.iter().map(|shape| shape.bytes).collect();
     let mut writer = PackedWriter::create(&file, Packed::LAYOUT, sources, shapes, plan.tables())?;
