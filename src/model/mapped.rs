@@ -30,7 +30,7 @@ impl MappedWeights {
         if is_required && let Device::Cuda(_) = options.device {
             bail!(
                 Unsupported,
-                "packed weights were required, which are for the CPU, and the model is to run on {}; let the library choose, or load the model on the CPU",
+                "packed weights were required, which are for the CPU, and the model is to run on {}; load it on the CPU",
                 options.device.name()
             );
         }
