@@ -6,6 +6,8 @@ mod calibrated;
 mod compare;
 #[path = "cli/guard.rs"]
 mod guard;
+#[path = "cli/packed.rs"]
+mod packed;
 #[path = "cli/tasks.rs"]
 mod tasks;
 

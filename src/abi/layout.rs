@@ -41,13 +41,13 @@ layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 
     block: 48);
 layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
 layout!(NVFP4_LoadOptions, 72, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
-    kv_bytes: 32, prefix_cache: 40, deterministic: 44, prefix_bytes: 48, pool: 56, mlock: 64, reserved: 68);
+    kv_bytes: 32, prefix_cache: 40, deterministic: 44, prefix_bytes: 48, pool: 56, mlock: 64, packed: 68);
 layout!(NVFP4_PlanOptions, 32, struct_size: 0, kv_type: 4, sequences: 8, context: 16, budget_bytes: 24);
-layout!(NVFP4_Plan, 160, struct_size: 0, device_type: 4, device_index: 8, reserved: 12, context: 16, weight_bytes: 24,
+layout!(NVFP4_Plan, 168, struct_size: 0, device_type: 4, device_index: 8, reserved: 12, context: 16, weight_bytes: 24,
     weight_host_bytes: 32, peak_load_bytes: 40, peak_load_host_bytes: 48, step_workspace_bytes: 56, workspace_bytes: 64,
     workspace_host_bytes: 72, graph_bytes_bound: 80, kv_bytes_per_token: 88, kv_block_bytes: 96, kv_block_positions: 104,
     state_bytes: 112, kv_bytes_per_sequence: 120, state_bytes_per_sequence: 128, kv_bytes: 136, free_bytes: 144,
-    sequences_that_fit: 152);
+    sequences_that_fit: 152, mapped_bytes: 160);
 layout!(NVFP4_ModelStatistics, 144, struct_size: 0, reserved: 4, passes: 8, requests: 16, prompt_tokens: 24, prompt_tokens_found: 32,
     step_tokens: 40, generating: 48, waiting: 56, blocks_used: 64, used_bytes: 72, blocks_cached: 80, cached_bytes: 88,
     blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112, preemptions: 120, recomputed_tokens: 128,

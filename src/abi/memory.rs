@@ -15,11 +15,11 @@ use super::guard::enter;
 use super::handle;
 use super::status::NVFP4_Status;
 use super::tensor::{NVFP4_Tensor, cuda_number};
-use crate::base::memory::{self, Tag};
+use crate::base::memory::{self, Tag, usage};
 use crate::ops::transfer::{self, ManagedPolicy};
 use crate::tensor::Tensor;
 
-/// All tags together. The peak is that of the sum.
+/// All tags together, but for #NVFP4_MEMORY_MAPPED. The peak is that of the sum.
 pub const NVFP4_MEMORY_TOTAL: i32 = 0;
 /// Weights in the form that kernels read.
 pub const NVFP4_MEMORY_WEIGHTS: i32 = 1;
@@ -37,6 +37,9 @@ pub const NVFP4_MEMORY_DEVICE_KV_CACHE: i32 = 6;
 pub const NVFP4_MEMORY_DEVICE_SCRATCH: i32 = 7;
 /// Tensors on GPUs.
 pub const NVFP4_MEMORY_DEVICE_TENSOR: i32 = 8;
+/// Files of packed weights that are mapped into memory: host memory that processes share, and that the system may drop and read
+/// again. Not in the total, and not limited by NVFP4_memory_set_budget().
+pub const NVFP4_MEMORY_MAPPED: i32 = 9;
 
 const _: () = assert!(Tag::ALL.len() == NVFP4_MEMORY_DEVICE_TENSOR as usize);
 
@@ -49,40 +52,40 @@ pub unsafe extern "C-unwind" fn NVFP4_memory_stats(
     peak: *mut u64,
 ) -> NVFP4_Status {
     enter("NVFP4_memory_stats", || {
-        let tag = choice(
+        let usage = choice(
             "tag",
             tag,
             &[
-                (NVFP4_MEMORY_TOTAL, "total", None),
-                (NVFP4_MEMORY_WEIGHTS, "weights", Some(Tag::Weights)),
-                (NVFP4_MEMORY_KV_CACHE, "kv_cache", Some(Tag::KvCache)),
-                (NVFP4_MEMORY_SCRATCH, "scratch", Some(Tag::Scratch)),
-                (NVFP4_MEMORY_TENSOR, "tensor", Some(Tag::Tensor)),
+                (NVFP4_MEMORY_TOTAL, "total", memory::total()),
+                (NVFP4_MEMORY_WEIGHTS, "weights", usage(Tag::Weights)),
+                (NVFP4_MEMORY_KV_CACHE, "kv_cache", usage(Tag::KvCache)),
+                (NVFP4_MEMORY_SCRATCH, "scratch", usage(Tag::Scratch)),
+                (NVFP4_MEMORY_TENSOR, "tensor", usage(Tag::Tensor)),
                 (
                     NVFP4_MEMORY_DEVICE_WEIGHTS,
                     "device_weights",
-                    Some(Tag::DeviceWeights),
+                    usage(Tag::DeviceWeights),
                 ),
                 (
                     NVFP4_MEMORY_DEVICE_KV_CACHE,
                     "device_kv_cache",
-                    Some(Tag::DeviceKvCache),
+                    usage(Tag::DeviceKvCache),
                 ),
                 (
                     NVFP4_MEMORY_DEVICE_SCRATCH,
                     "device_scratch",
-                    Some(Tag::DeviceScratch),
+                    usage(Tag::DeviceScratch),
                 ),
                 (
                     NVFP4_MEMORY_DEVICE_TENSOR,
                     "device_tensor",
-                    Some(Tag::DeviceTensor),
+                    usage(Tag::DeviceTensor),
                 ),
+                (NVFP4_MEMORY_MAPPED, "mapped", memory::mapped()),
             ],
         )?;
         // SAFETY: the pointers are as the header asks.
         let (current, peak) = unsafe { (Out::new("current", current)?, Out::new("peak", peak)?) };
-        let usage = tag.map_or_else(memory::total, memory::usage);
         current.set(usage.current);
         peak.set(usage.peak);
         Ok(())

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::arguments::{
     self, Element, Growing, Out, choice, copy_elements, copy_items, copy_text, elements, fill,
-    flag, options, reserved, results, slice, text,
+    flag, options, results, slice, text,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -31,7 +31,7 @@ use crate::engine::Served;
 use crate::engine::capacity::{self, Plan, PlanOptions};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::model::placement::{self, Requirements};
-use crate::model::{Activations, Device, KvType, LoadOptions, open};
+use crate::model::{Activations, Device, KvType, LoadOptions, PackedUse, open};
 use crate::text::{Message, SpecialToken, TokenRole};
 
 /// A loaded model. See the model chapter.
@@ -62,6 +62,24 @@ pub(super) fn kv_type(value: i32) -> Result<KvType> {
         (NVFP4_KV_FLOAT8, "float8", KvType::F8),
     ];
     choice("kv_type", value, &types)
+}
+
+/// The file of packed weights beside the model's own, which `nvfp4 quantize --packed` writes, if it is there. Processes that load the model on the
+/// CPU share the memory of what it holds. A file that is damaged or of other weights is #NVFP4_CORRUPT_FILE. Not used on a GPU, nor for files
+/// that are given in memory.
+pub const NVFP4_PACKED_AUTO: i32 = 0;
+/// No such file, whether it is there or not: each process packs weights into memory of its own.
+pub const NVFP4_PACKED_OFF: i32 = 1;
+/// That file, or an error.
+pub const NVFP4_PACKED_REQUIRED: i32 = 2;
+
+fn packed(value: i32) -> Result<PackedUse> {
+    let uses = [
+        (NVFP4_PACKED_AUTO, "auto", PackedUse::Auto),
+        (NVFP4_PACKED_OFF, "off", PackedUse::Off),
+        (NVFP4_PACKED_REQUIRED, "required", PackedUse::Required),
+    ];
+    choice("packed", value, &uses)
 }
 
 /// How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ.
@@ -110,8 +128,9 @@ pub struct NVFP4_LoadOptions {
     /// for them; nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a
     /// GPU, whose memory is never paged out. Default: 0.
     pub mlock: i32,
-    /// Reserved; 0.
-    pub reserved: i32,
+    /// One of NVFP4_PACKED_*: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which processes
+    /// share. Default: #NVFP4_PACKED_AUTO.
+    pub packed: i32,
 }
 
 // SAFETY: integers and pointers without padding, the first a u32 size.
@@ -133,7 +152,7 @@ unsafe impl Growing for NVFP4_LoadOptions {
             prefix_bytes: 0,
             pool: std::ptr::null(),
             mlock: 0,
-            reserved: 0,
+            packed: NVFP4_PACKED_AUTO,
         }
     }
 }
@@ -424,6 +443,7 @@ pub(super) struct Wanted {
     prefix_bytes: usize,
     deterministic: bool,
     mlock: bool,
+    packed: PackedUse,
     quantize: Option<QuantizeOptions>,
 }
 
@@ -432,7 +452,6 @@ impl Wanted {
         options: &NVFP4_LoadOptions,
         quantize: Option<QuantizeOptions>,
     ) -> Result<Wanted> {
-        reserved(options, options.reserved)?;
         let kv_bytes = bytes("kv_bytes", options.kv_bytes)?;
         Ok(Wanted {
             device_type: options.device_type,
@@ -445,6 +464,7 @@ impl Wanted {
             prefix_bytes: bytes("prefix_bytes", options.prefix_bytes)?,
             deterministic: flag("deterministic", options.deterministic)?,
             mlock: flag("mlock", options.mlock)?,
+            packed: packed(options.packed)?,
             quantize,
         })
     }
@@ -469,6 +489,7 @@ impl Wanted {
                 deterministic: self.deterministic,
                 sampling_only: self.sampling_only,
                 mlock: self.mlock,
+                packed: self.packed,
             })
         };
         if self.device_type != NVFP4_DEVICE_AUTO {
@@ -592,11 +613,16 @@ pub struct NVFP4_Plan {
     /// Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the budget of
     /// NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
     pub sequences_that_fit: u64,
+    /// Weights that are mapped from a file of packed weights, which processes share: what NVFP4_memory_stats() says of
+    /// #NVFP4_MEMORY_MAPPED once the model is loaded, but for the file's names and sums. Not in `weight_bytes`, and not in
+    /// `peak_load_bytes`.
+    pub mapped_bytes: u64,
 }
 
 // SAFETY: integers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_Plan {
     const NAME: &'static str = "NVFP4_Plan";
+    const EARLIER: &'static [usize] = &[160];
     fn defaults() -> Self {
         NVFP4_Plan {
             struct_size: size_of::<Self>() as u32,
@@ -621,6 +647,7 @@ unsafe impl Growing for NVFP4_Plan {
             kv_bytes: 0,
             free_bytes: 0,
             sequences_that_fit: 0,
+            mapped_bytes: 0,
         }
     }
 }
@@ -661,6 +688,7 @@ impl NVFP4_Plan {
             kv_bytes: plan.kv_bytes,
             free_bytes: plan.free_bytes.unwrap_or(u64::MAX),
             sequences_that_fit: plan.sequences_that_fit.unwrap_or(u64::MAX),
+            mapped_bytes: plan.mapped_bytes,
             ..NVFP4_Plan::defaults()
         }
     }

@@ -35,6 +35,11 @@ impl RowsChecksum {
         self.0 = self.0.wrapping_add(other.0);
     }
 
+    /// The checksum of rows with this sum, which [`RowsChecksum::finish`] gave.
+    pub fn from_sum(sum: u64) -> Self {
+        RowsChecksum(sum)
+    }
+
     /// The checksum of all rows added so far.
     pub fn finish(self) -> u64 {
         self.0

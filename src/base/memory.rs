@@ -87,6 +87,7 @@ impl Counter {
 
 static BY_TAG: [Counter; Tag::ALL.len()] = [const { Counter::new() }; Tag::ALL.len()];
 static TOTAL: Counter = Counter::new();
+static MAPPED: Counter = Counter::new();
 static BUDGET: AtomicU64 = AtomicU64::new(u64::MAX);
 
 /// Bytes in use now, and their peak since the start or the last [`reset_peak`].
@@ -113,6 +114,23 @@ pub fn total() -> Usage {
         current: TOTAL.current.load(Relaxed),
         peak: TOTAL.peak.load(Relaxed),
     }
+}
+
+/// Bytes of files mapped into memory; see [`Mapping`](super::mapping::Mapping). They are under no tag and outside the budget: processes share
+/// them, and the system may drop and read them again.
+pub fn mapped() -> Usage {
+    Usage {
+        current: MAPPED.current.load(Relaxed),
+        peak: MAPPED.peak.load(Relaxed),
+    }
+}
+
+pub(super) fn count_mapped(bytes: u64) {
+    MAPPED.add(bytes);
+}
+
+pub(super) fn uncount_mapped(bytes: u64) {
+    MAPPED.current.fetch_sub(bytes, Relaxed);
 }
 
 /// Bytes of host memory in use now, under all tags without a GPU.
@@ -172,7 +190,7 @@ impl Sum for Bytes {
 
 /// Resets the peaks to current use.
 pub fn reset_peak() {
-    for c in BY_TAG.iter().chain([&TOTAL]) {
+    for c in BY_TAG.iter().chain([&TOTAL, &MAPPED]) {
         c.peak.store(c.current.load(Relaxed), Relaxed);
     }
 }

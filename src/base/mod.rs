@@ -16,6 +16,7 @@ pub mod lease;
 pub mod leftover;
 pub mod lock;
 pub mod locked;
+pub mod mapping;
 pub mod memory;
 pub mod once;
 pub mod panics;

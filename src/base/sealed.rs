@@ -89,6 +89,11 @@ impl<'a> Writer<'a> {
         Ok(writer)
     }
 
+    /// The number of bytes written so far, which is the place of the next one.
+    pub fn at(&self) -> u64 {
+        self.at
+    }
+
     /// Appends bytes.
     pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match &mut self.target {

@@ -14,6 +14,7 @@ mod layout;
 mod method;
 mod names;
 mod order;
+mod packed;
 mod safetensors;
 pub mod schema;
 mod source;
@@ -40,6 +41,10 @@ pub use ggml::GgmlType;
 pub use gguf::{GgufFamily, GgufForm, GgufKind, GgufMetadata, GgufValueHeads};
 pub use method::check_method;
 pub use names::{is_of_text_model, logical};
+pub use packed::{
+    PACKED_FILE, PackedContents, PackedFile, PackedMatrix, PackedShape, PackedWriter, SourceFile,
+    packed_place,
+};
 pub use write::{
     DatWriter, ModelOptWriter, Planned, Writer, check_not_read, missing_companions,
     write_companions,

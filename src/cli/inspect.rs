@@ -5,7 +5,7 @@ use std::ffi::OsString;
 
 use NVFP4::base::Result;
 use NVFP4::checkpoint::TokenizerSource;
-use NVFP4::model::open;
+use NVFP4::model::{open, verify_packed};
 use serde_json::json;
 
 use super::{model, output, plan};
@@ -17,6 +17,9 @@ pub(super) struct Args {
     /// Print everything as JSON
     #[arg(long)]
     json: bool,
+    /// Read the file of packed weights beside the model whole, and fail unless its checksum is right
+    #[arg(long, conflicts_with = "device")]
+    verify: bool,
     #[command(flatten)]
     plan: plan::PlanArgs,
 }
@@ -27,6 +30,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
         return plan::run(&path, device, &args.plan, args.json);
     }
     let checkpoint = open(&path)?;
+    let verified = match args.verify {
+        true => Some(verify_packed(&*checkpoint)?),
+        false => None,
+    };
     let (entries, unreadable) = (checkpoint.entries(), checkpoint.unreadable());
     let mut encodings: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
     let (mut bytes, mut values) = (0, 0);
@@ -63,6 +70,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             "tokenizer": tokenizer,
             "config": metadata.config,
             "tensors": tensors,
+            "verified_packed_bytes": verified,
         }));
     }
     let names = entries.iter().map(|e| e.name.len());
@@ -96,6 +104,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
         output::line(format_args!(
             "  {} that cannot be read, beside these",
             unreadable.len()
+        ))?;
+    }
+    if let Some(bytes) = verified {
+        output::line(format_args!(
+            "packed weights: {}, intact",
+            output::size(bytes)
         ))?;
     }
     output::line(format_args!("tokenizer: {tokenizer}"))?;

@@ -12,7 +12,7 @@ use NVFP4::base::{Error, Result};
 use NVFP4::engine::{LoadedAdapter, Served};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::placement::{self, Placement, Requirements};
-use NVFP4::model::{Activations, Device, KvType, LoadOptions, open};
+use NVFP4::model::{Activations, Device, KvType, LoadOptions, PackedUse, open};
 use clap::ValueEnum;
 
 use super::recipe::RecipeName;
@@ -122,6 +122,20 @@ pub(super) struct ModelArgs {
     /// Lock the weights in memory, so that the system never pages them out; `ulimit -l` must allow for them. Without effect on a GPU
     #[arg(long)]
     mlock: bool,
+    /// Use of the file of packed weights that `quantize --packed` writes, which processes on the CPU share
+    #[arg(long, value_enum, default_value_t = PackedName::Auto)]
+    packed: PackedName,
+}
+
+/// Use of packed weights.
+#[derive(Clone, Copy, ValueEnum)]
+enum PackedName {
+    /// If the file is there
+    Auto,
+    /// Not at all: weights are packed into memory
+    Off,
+    /// Or fail
+    Required,
 }
 
 /// Bytes of a number of gigabytes.
@@ -219,6 +233,11 @@ impl ModelArgs {
             deterministic: self.deterministic,
             sampling_only: false,
             mlock: self.mlock,
+            packed: match self.packed {
+                PackedName::Auto => PackedUse::Auto,
+                PackedName::Off => PackedUse::Off,
+                PackedName::Required => PackedUse::Required,
+            },
         };
         let watch = Watch {
             progress: Some(&progress),

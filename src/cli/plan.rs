@@ -69,6 +69,13 @@ fn print(plan: &Plan) -> Result<()> {
     ))?;
     let line = |what: &str, amount: &str| output::line(format_args!("  {what:24}{amount}"));
     line("weights", &places(plan.weights))?;
+    if plan.mapped_bytes > 0 {
+        let mapped = readable(plan.mapped_bytes);
+        line(
+            "mapped weights",
+            &format!("{mapped}, which processes share"),
+        )?;
+    }
     line(
         "while loading",
         &format!("at most {}", places(plan.load_peak)),

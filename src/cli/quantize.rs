@@ -2,19 +2,21 @@
 
 use std::ffi::OsString;
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use NVFP4::base::Result;
+use NVFP4::base::call::{Progress, Watch};
 use NVFP4::base::error::bail;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::Checkpoint;
 use NVFP4::format::nvfp4;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
-use NVFP4::model::open;
+use NVFP4::model::{Device, PackReport, open, pack};
 use NVFP4::train::calibration::{self, Quantized, Stage, TextOptions};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
+use serde::Serialize;
 
 use super::recipe::{RecipeName, TableForm};
 use super::{model, output};
@@ -65,6 +67,10 @@ pub(super) struct Args {
     /// says: what a file holds in blocks of at most 8 bits becomes bf16
     #[arg(long)]
     keep_head: bool,
+    /// Also write packed.nvfp4 into the directory OUTPUT: the weights as the CPU's kernels read them. Processes that load the model on the CPU
+    /// then share their memory, and need not pack them. If OUTPUT is INPUT itself, nothing is quantized, and that file alone is written
+    #[arg(long)]
+    packed: bool,
     /// Replace the model in the directory OUTPUT, with everything in it, once the new one is complete; without it a
     /// directory that is not empty is refused. A file is always replaced
     #[arg(long)]
@@ -120,7 +126,23 @@ pub(super) fn run(args: &Args) -> Result<()> {
     };
     let recipe = args.recipe()?;
     let is_calibrated = matches!(recipe, Recipe::Calibrated);
-    let source: Arc<dyn Checkpoint> = Arc::from(open(&model::resolve(&args.input)?)?);
+    if args.packed && matches!(container, Container::Dat) {
+        bail!(
+            InvalidArgument,
+            "--packed is for a directory of safetensors, and {} is to be dat; name a directory, or leave it out",
+            args.output.display()
+        );
+    }
+    let input = model::resolve(&args.input)?;
+    if args.packed && is_same(&input, &args.output) {
+        args.check_only_packs()?;
+        let packed = pack_with_bar(&input, args)?;
+        if args.json {
+            return output::json(&packed);
+        }
+        return show_packed(&packed);
+    }
+    let source: Arc<dyn Checkpoint> = Arc::from(open(&input)?);
     let pool = Pool::new(match args.threads {
         Some(threads) => threads,
         None => Pool::default_threads()?,
@@ -157,10 +179,59 @@ pub(super) fn run(args: &Args) -> Result<()> {
             }
         }
     };
+    let packed = match args.packed {
+        true => Some(pack_with_bar(&args.output, args)?),
+        false => None,
+    };
     if args.json {
-        return output::json(&found);
+        return output::json(&Written { found, packed });
     }
-    show(args, &found)
+    show(args, &found)?;
+    packed.iter().try_for_each(show_packed)
+}
+
+/// The result as JSON.
+#[derive(Serialize)]
+struct Written {
+    #[serde(flatten)]
+    found: Quantized,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    packed: Option<PackReport>,
+}
+
+/// Whether both paths are the same directory.
+fn is_same(input: &Path, output: &Path) -> bool {
+    match (input.canonicalize(), output.canonicalize()) {
+        (Ok(input), Ok(output)) => input == output && input.is_dir(),
+        _ => false,
+    }
+}
+
+/// Writes the packed weights of the model at `path`, with a bar.
+fn pack_with_bar(path: &Path, args: &Args) -> Result<PackReport> {
+    let bar = output::byte_bar("packing", 0);
+    let progress = |p: Progress| {
+        bar.set_length(p.total);
+        bar.set_position(p.done);
+        ControlFlow::Continue(())
+    };
+    let watch = Watch {
+        progress: Some(&progress),
+        ..Watch::default()
+    };
+    let device = Device::cpu(args.threads)?;
+    let packed = watch.during(|| pack(path, &device));
+    bar.finish_and_clear();
+    packed
+}
+
+fn show_packed(packed: &PackReport) -> Result<()> {
+    output::line(format_args!(
+        "{}: {} matrices packed for the CPU, {}",
+        packed.file.display(),
+        packed.matrices,
+        output::size(packed.bytes)
+    ))
 }
 
 fn show(args: &Args, found: &Quantized) -> Result<()> {
@@ -204,6 +275,30 @@ fn error_of(found: &Quantized) -> String {
 }
 
 impl Args {
+    /// Fails if an option of quantization is given although nothing is quantized.
+    fn check_only_packs(&self) -> Result<()> {
+        let options = [
+            ("--recipe", self.recipe.is_some()),
+            ("--calibration", !self.calibration.is_empty()),
+            ("--calibration-windows", self.calibration_windows.is_some()),
+            ("--calibration-window", self.calibration_window.is_some()),
+            ("--device", self.device.is_some()),
+            ("--budget", self.budget.is_some()),
+            ("--distill", self.distill.is_some()),
+            ("--tables", self.tables.is_some()),
+            ("--keep-head", self.keep_head),
+            ("--force", self.force),
+        ];
+        match options.iter().find(|(_, is_given)| *is_given) {
+            Some((name, _)) => bail!(
+                InvalidArgument,
+                "{} is both INPUT and OUTPUT, so that --packed alone packs it as it is, and {name} has no effect; leave it out, or name another OUTPUT",
+                self.output.display()
+            ),
+            None => Ok(()),
+        }
+    }
+
     /// The requested recipe; an option of the calibrated recipe implies it. Fails if such an option is combined with another recipe.
     fn recipe(&self) -> Result<Recipe> {
         let options = [

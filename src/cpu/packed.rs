@@ -7,9 +7,11 @@
 //! group is the f32 scales of its rows, `[16]`, and then the codes, `[k][16]`. Rows past the last are zeros, as are blocks past
 //! the last of a chunk.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
 
 use crate::base::error::{Result, bail, err};
+use crate::base::mapping::Mapping;
 use crate::base::memory::{Buffer, Plain, Tag};
 use crate::base::size::product;
 use crate::format::int8;
@@ -34,9 +36,37 @@ const _: () =
 /// Rows read from the source at a time.
 const READ_ROWS: usize = 16 * GROUP;
 
-/// A weight of shape `[rows, cols]`, packed.
+/// A weight of shape `[rows, cols]`, packed. Immutable.
 #[derive(Debug)]
 pub struct Packed {
+    rows: usize,
+    cols: usize,
+    kind: WeightType,
+    global: f32,
+    data: Data,
+}
+
+/// The bytes of a packed weight, at an address that is a multiple of [`Packed::ALIGN`].
+#[derive(Debug)]
+enum Data {
+    Owned(Buffer<u8>),
+    /// A range of a mapped file.
+    Mapped(Arc<Mapping>, Range<usize>),
+}
+
+impl Deref for Data {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Data::Owned(buffer) => buffer,
+            Data::Mapped(mapping, range) => &mapping[range.clone()],
+        }
+    }
+}
+
+/// A weight that is being packed.
+struct Packing {
     rows: usize,
     cols: usize,
     kind: WeightType,
@@ -77,6 +107,14 @@ const fn unit_offsets(row: usize) -> (usize, usize) {
 }
 
 impl Packed {
+    /// Number of the layout, the same on every instruction-set level. Another layout gets another number, because packed weights are kept in
+    /// files.
+    pub const LAYOUT: u32 = 1;
+    /// Alignment of the packed bytes: a cache line and the widest vector register.
+    pub const ALIGN: usize = Buffer::<u8>::ALIGN;
+    /// Packing any multiple of this number of rows by themselves gives the bytes that these rows have in the whole weight.
+    pub const ROW_MULTIPLE: usize = GROUP;
+
     fn check(rows: usize, cols: usize) -> Result<()> {
         if rows == 0 || cols == 0 || !cols.is_multiple_of(BLOCK) {
             bail!(
@@ -119,21 +157,49 @@ impl Packed {
         READ_ROWS.min(rows) * row
     }
 
-    fn zeroed(rows: usize, cols: usize, kind: WeightType, global: f32) -> Result<Packed> {
+    /// A weight that was packed before, in `range` of a mapped file. Fails if `range` is not in the file, not aligned to [`Packed::ALIGN`] or not
+    /// of the size of such a weight, or if the global scale is invalid. Reads no codes and no other scales: any bytes are safe to compute with,
+    /// and invalid scales give wrong numbers.
+    pub fn mapped(
+        (rows, cols): (usize, usize),
+        kind: WeightType,
+        global: f32,
+        mapping: Arc<Mapping>,
+        range: Range<usize>,
+    ) -> Result<Packed> {
         let bytes = Self::bytes_of(rows, cols, kind)?;
+        if range.len() != bytes || mapping.get(range.clone()).is_none() {
+            bail!(
+                InvalidArgument,
+                "a packed {} weight of shape [{rows}, {cols}] has {bytes} bytes, not those from {} to {} of a file of {}",
+                kind.name(),
+                range.start,
+                range.end,
+                mapping.len()
+            );
+        }
+        if !range.start.is_multiple_of(Self::ALIGN) {
+            bail!(
+                InvalidArgument,
+                "a packed weight at offset {} is not aligned to {} bytes",
+                range.start,
+                Self::ALIGN
+            );
+        }
+        nvfp4::check_global_scale(global)?;
         Ok(Packed {
             rows,
             cols,
             kind,
             global,
-            data: Buffer::zeroed(Tag::Weights, bytes)?,
+            data: Data::Mapped(mapping, range),
         })
     }
 
     /// Packs an NVFP4 weight, read a few rows at a time. Fails if a block scale or the global scale is invalid.
     pub fn nvfp4(rows: usize, cols: usize, global: f32, read: &mut ReadNvfp4) -> Result<Packed> {
         nvfp4::check_global_scale(global)?;
-        let mut packed = Self::zeroed(rows, cols, WeightType::Nvfp4, global)?;
+        let mut packed = Packing::new(rows, cols, WeightType::Nvfp4, global)?;
         let (row_codes, blocks) = (cols / 2, cols / BLOCK);
         let batch = READ_ROWS.min(rows);
         let mut codes = Buffer::<u8>::zeroed(Tag::Scratch, batch * row_codes)?;
@@ -152,30 +218,12 @@ impl Packed {
                 );
             }
         }
-        Ok(packed)
-    }
-
-    fn put_nvfp4(&mut self, row: usize, codes: &[u8], scales: &[u8]) {
-        let stride = self.data.len() / self.rows.div_ceil(GROUP);
-        let group = &mut self.data[row / GROUP * stride..][..stride];
-        let (low, high) = unit_offsets(row % GROUP);
-        for (block, (codes, &scale)) in codes.chunks_exact(BLOCK / 2).zip(scales).enumerate() {
-            let chunk = &mut group[block / CHUNK_BLOCKS * NVFP4_CHUNK_BYTES..][..NVFP4_CHUNK_BYTES];
-            let within = block % CHUNK_BLOCKS;
-            for (i, codes) in codes.chunks_exact(4).enumerate() {
-                let bytes = to_unit(u32::from_le_bytes([codes[0], codes[1], codes[2], codes[3]]))
-                    .to_le_bytes();
-                let unit = &mut chunk[(within * 2 + i) * UNIT_BYTES..][..UNIT_BYTES];
-                unit[low..low + 2].copy_from_slice(&bytes[..2]);
-                unit[high..high + 2].copy_from_slice(&bytes[2..]);
-            }
-            chunk[CHUNK_BLOCKS * 2 * UNIT_BYTES + within * GROUP + row % GROUP] = scale;
-        }
+        Ok(packed.finish())
     }
 
     /// Packs an int8 weight, read a few rows at a time. Fails if a row scale is invalid.
     pub fn int8(rows: usize, cols: usize, read: &mut ReadInt8) -> Result<Packed> {
-        let mut packed = Self::zeroed(rows, cols, WeightType::Int8, 1.0)?;
+        let mut packed = Packing::new(rows, cols, WeightType::Int8, 1.0)?;
         let batch = READ_ROWS.min(rows);
         let mut codes = Buffer::<u8>::zeroed(Tag::Scratch, batch * cols)?;
         let mut scales = Buffer::<f32>::zeroed(Tag::Scratch, batch)?;
@@ -188,17 +236,7 @@ impl Packed {
                 packed.put_int8(first + i, codes, *scale);
             }
         }
-        Ok(packed)
-    }
-
-    fn put_int8(&mut self, row: usize, codes: &[u8], scale: f32) {
-        let stride = self.group_stride();
-        let group = &mut self.data[row / GROUP * stride..][..stride];
-        let (scales, values) = group.split_at_mut(INT8_SCALE_BYTES);
-        scales[row % GROUP * 4..][..4].copy_from_slice(&scale.to_ne_bytes());
-        for (to, &code) in values[row % GROUP..].iter_mut().step_by(GROUP).zip(codes) {
-            *to = code;
-        }
+        Ok(packed.finish())
     }
 
     fn int8_row(&self, row: usize, out: &mut [f32]) {
@@ -223,7 +261,7 @@ impl Packed {
         kind: WeightType,
         read: &mut ReadDense,
     ) -> Result<Packed> {
-        let mut packed = Self::zeroed(rows, cols, kind, 1.0)?;
+        let mut packed = Packing::new(rows, cols, kind, 1.0)?;
         let batch = READ_ROWS.min(rows);
         let mut values = Buffer::<f32>::zeroed(Tag::Scratch, batch * cols)?;
         for first in (0..rows).step_by(batch) {
@@ -264,36 +302,11 @@ impl Packed {
                 })?;
             }
         }
-        Ok(packed)
-    }
-
-    fn put<T: Plain>(
-        &mut self,
-        row: usize,
-        values: &[f32],
-        encode: impl Fn(f32) -> T,
-        is_finite: impl Fn(T) -> bool,
-    ) -> std::result::Result<(), usize> {
-        let group = row / GROUP * self.cols * GROUP;
-        let elements = self.elements_mut::<T>();
-        for (k, &x) in values.iter().enumerate() {
-            let bits = encode(x);
-            if !is_finite(bits) {
-                return Err(k);
-            }
-            elements[group + k * GROUP + row % GROUP] = bits;
-        }
-        Ok(())
-    }
-
-    fn elements_mut<T: Plain>(&mut self) -> &mut [T] {
-        let len = self.data.len() / size_of::<T>();
-        // SAFETY: the buffer is 64-byte aligned, holds `len` whole elements, and any bytes are a valid Plain integer.
-        unsafe { std::slice::from_raw_parts_mut(self.data.as_mut_ptr().cast(), len) }
+        Ok(packed.finish())
     }
 
     fn elements<T: Plain>(&self) -> &[T] {
-        // SAFETY: as in `elements_mut`.
+        // SAFETY: the data is aligned to 64 bytes, and any bytes are a valid Plain integer.
         unsafe {
             std::slice::from_raw_parts(self.data.as_ptr().cast(), self.data.len() / size_of::<T>())
         }
@@ -375,7 +388,12 @@ impl Packed {
 
     /// Bytes in memory.
     pub fn bytes(&self) -> usize {
-        self.data.bytes()
+        self.data.len()
+    }
+
+    /// Whether these bytes are those of a mapped file.
+    pub fn is_mapped(&self) -> bool {
+        matches!(self.data, Data::Mapped(..))
     }
 
     /// The packed bytes.
@@ -397,6 +415,86 @@ impl Packed {
 
     pub(super) fn data(&self) -> &[u8] {
         &self.data
+    }
+}
+
+impl Packing {
+    fn new(rows: usize, cols: usize, kind: WeightType, global: f32) -> Result<Packing> {
+        let bytes = Packed::bytes_of(rows, cols, kind)?;
+        Ok(Packing {
+            rows,
+            cols,
+            kind,
+            global,
+            data: Buffer::zeroed(Tag::Weights, bytes)?,
+        })
+    }
+
+    fn finish(self) -> Packed {
+        Packed {
+            rows: self.rows,
+            cols: self.cols,
+            kind: self.kind,
+            global: self.global,
+            data: Data::Owned(self.data),
+        }
+    }
+
+    fn group_stride(&self) -> usize {
+        self.data.len() / self.rows.div_ceil(GROUP)
+    }
+
+    fn put_nvfp4(&mut self, row: usize, codes: &[u8], scales: &[u8]) {
+        let stride = self.group_stride();
+        let group = &mut self.data[row / GROUP * stride..][..stride];
+        let (low, high) = unit_offsets(row % GROUP);
+        for (block, (codes, &scale)) in codes.chunks_exact(BLOCK / 2).zip(scales).enumerate() {
+            let chunk = &mut group[block / CHUNK_BLOCKS * NVFP4_CHUNK_BYTES..][..NVFP4_CHUNK_BYTES];
+            let within = block % CHUNK_BLOCKS;
+            for (i, codes) in codes.chunks_exact(4).enumerate() {
+                let bytes = to_unit(u32::from_le_bytes([codes[0], codes[1], codes[2], codes[3]]))
+                    .to_le_bytes();
+                let unit = &mut chunk[(within * 2 + i) * UNIT_BYTES..][..UNIT_BYTES];
+                unit[low..low + 2].copy_from_slice(&bytes[..2]);
+                unit[high..high + 2].copy_from_slice(&bytes[2..]);
+            }
+            chunk[CHUNK_BLOCKS * 2 * UNIT_BYTES + within * GROUP + row % GROUP] = scale;
+        }
+    }
+
+    fn put_int8(&mut self, row: usize, codes: &[u8], scale: f32) {
+        let stride = self.group_stride();
+        let group = &mut self.data[row / GROUP * stride..][..stride];
+        let (scales, values) = group.split_at_mut(INT8_SCALE_BYTES);
+        scales[row % GROUP * 4..][..4].copy_from_slice(&scale.to_ne_bytes());
+        for (to, &code) in values[row % GROUP..].iter_mut().step_by(GROUP).zip(codes) {
+            *to = code;
+        }
+    }
+
+    fn put<T: Plain>(
+        &mut self,
+        row: usize,
+        values: &[f32],
+        encode: impl Fn(f32) -> T,
+        is_finite: impl Fn(T) -> bool,
+    ) -> std::result::Result<(), usize> {
+        let group = row / GROUP * self.cols * GROUP;
+        let elements = self.elements_mut::<T>();
+        for (k, &x) in values.iter().enumerate() {
+            let bits = encode(x);
+            if !is_finite(bits) {
+                return Err(k);
+            }
+            elements[group + k * GROUP + row % GROUP] = bits;
+        }
+        Ok(())
+    }
+
+    fn elements_mut<T: Plain>(&mut self) -> &mut [T] {
+        let len = self.data.len() / size_of::<T>();
+        // SAFETY: the buffer is 64-byte aligned, holds `len` whole elements, and any bytes are a valid Plain integer.
+        unsafe { std::slice::from_raw_parts_mut(self.data.as_mut_ptr().cast(), len) }
     }
 }
 
@@ -498,5 +596,51 @@ mod tests {
             ErrorKind::InvalidArgument,
             "shape [3, 20]",
         );
+    }
+
+    /// Bytes of a file are the weight that was packed into them, if they are where such a weight can be.
+    #[test]
+    fn a_mapped_weight_is_the_packed_one() {
+        let (rows, cols) = (37, 80);
+        let packed = Packed::nvfp4(rows, cols, 0.5, &mut |range, codes, scales| {
+            let bytes = codes.iter_mut().enumerate();
+            bytes.for_each(|(i, byte)| *byte = (range.start * 40 + i * 7) as u8);
+            scales.fill(0x38);
+            Ok(())
+        })
+        .unwrap();
+        let name = format!("nvfp4-packed-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let front = Packed::ALIGN;
+        let content = [&vec![0xff; front], packed.stored(), &[0xff; 3]].concat();
+        std::fs::write(&path, &content).unwrap();
+        let mapping = Arc::new(Mapping::open(&path).unwrap());
+        std::fs::remove_file(&path).unwrap();
+        let range = front..front + packed.bytes();
+        let mapped = |rows, global, range| {
+            let kind = WeightType::Nvfp4;
+            Packed::mapped((rows, cols), kind, global, mapping.clone(), range)
+        };
+        let same = mapped(rows, 0.5, range.clone()).unwrap();
+        assert!(same.is_mapped() && !packed.is_mapped());
+        assert_eq!(same.stored(), packed.stored());
+        let (mut a, mut b) = (vec![0.0; cols], vec![0.0; cols]);
+        for row in 0..rows {
+            packed.row(row, &mut a).unwrap();
+            same.row(row, &mut b).unwrap();
+            assert_eq!(a, b);
+        }
+        let invalid = ErrorKind::InvalidArgument;
+        let shifted = front + 1..front + 1 + packed.bytes();
+        expect_kind(mapped(rows, 0.5, shifted), invalid, "not aligned");
+        let past = 2 * front..2 * front + packed.bytes();
+        expect_kind(mapped(rows, 0.5, past), invalid, "bytes, not those from");
+        let short = front..front + packed.bytes() - 64;
+        expect_kind(mapped(rows, 0.5, short), invalid, "bytes, not those from");
+        expect_kind(mapped(16, 0.5, range.clone()), invalid, "shape [16, 80]");
+        let huge = mapped(usize::MAX - 15, 0.5, range.clone());
+        assert!(huge.is_err());
+        let not_finite = mapped(rows, f32::NAN, range);
+        assert!(not_finite.unwrap_err().message().contains("NaN"));
     }
 }

@@ -62,7 +62,7 @@ pub(super) unsafe trait Simd {
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     /// Reads 16 `i8` as numbers.
     unsafe fn load_i8(p: *const i8) -> Self::V;
-    /// Reads 16 e4m3 bytes; their sign bits must be clear and none may be NaN.
+    /// Reads 16 e4m3 bytes. One that is negative or NaN gives some number, which differs between levels.
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     /// Reads 16 e4m3 bytes with signs; none may be NaN.
     unsafe fn load_signed_e4m3(p: *const u8) -> Self::V;

@@ -55,7 +55,9 @@ pub struct Plan {
     pub context: usize,
     /// Weights as they are held, with tables in page-locked host memory. They stay as long as the model.
     pub weights: Bytes,
-    /// Weights and working memory while the model is loaded, at most.
+    /// Weights beside these that are mapped from a file of packed weights: host memory that processes share.
+    pub mapped_bytes: u64,
+    /// Weights and working memory while the model is loaded, at most, without what is mapped.
     pub load_peak: Bytes,
     /// Working memory of steps of these conversations. On the CPU it belongs to the session that makes the step.
     pub step_workspace: Bytes,
@@ -80,10 +82,11 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Weights, working memory, recorded passes and blocks of all conversations.
+    /// Weights, mapped ones included, working memory, recorded passes and blocks of all conversations.
     pub fn total(&self) -> u64 {
         let model = (self.weights + self.workspace).total();
         model
+            .saturating_add(self.mapped_bytes)
             .saturating_add(self.graph_bytes_bound)
             .saturating_add(self.kv_bytes)
     }
@@ -133,6 +136,7 @@ pub fn plan_of(
         sequences: options.sequences,
         context,
         weights: footprint.weights(),
+        mapped_bytes: footprint.mapped_bytes(),
         load_peak: footprint.load_peak(),
         step_workspace: needs.workspace(options.sequences, 1)?,
         workspace: needs.workspace(options.sequences, needs.pass_rows(options.sequences))?,
@@ -258,7 +262,10 @@ impl Needs {
         let physical = self.blocks.physical_bytes(kv).saturating_add(graphs);
         Ok(Needed {
             accounted: model.total().saturating_add(kv),
-            of_device: physical.saturating_add(if is_cuda { model.device } else { model.host }),
+            of_device: physical.saturating_add(match is_cuda {
+                true => model.device,
+                false => model.host.saturating_add(footprint.mapped_bytes()),
+            }),
             kv_fits: self.reserved.is_none_or(|reserved| blocks <= reserved),
         })
     }

@@ -5,7 +5,8 @@ use std::collections::HashSet;
 
 use super::block::RowWidths;
 use super::kv::BlockSizes;
-use super::load::{self, HeldForm, HeldTensor, HeldTensors};
+use super::load::{self, COMPARED_ROWS, HeldForm, HeldTensor, HeldTensors};
+use super::mapped::MappedWeights;
 use super::run::{ROWS, pass_rows};
 use super::spec::{BlockSpec, Spec};
 use super::tensors::{HEAD, TensorRole};
@@ -47,6 +48,7 @@ pub struct Footprint {
     device: Device,
     activations: Activations,
     weights: Bytes,
+    mapped_bytes: u64,
     load_peak: Bytes,
     factors: HashSet<Factor>,
     /// Sizes of fused passes on a GPU.
@@ -67,10 +69,12 @@ impl Footprint {
         if kind == DeviceKind::Cuda {
             fused::check_supported(&spec)?;
         }
-        let held = load::held_tensors(checkpoint, &spec, quantize, sampling_only)?;
+        let packed = MappedWeights::of(checkpoint, options)?.is_some();
+        let held = load::held_tensors(checkpoint, &spec, quantize, sampling_only, packed)?;
         if kind == DeviceKind::Cuda {
             check_experts(&held)?;
         }
+        let mapped = held.tensors.iter().map(mapped_bytes).sum::<Result<u64>>()?;
         let weights = bytes_of(&held, &spec, kind, sampling_only)?;
         let threads = options.device.threads();
         let checking = Bytes {
@@ -78,7 +82,10 @@ impl Footprint {
             device: 0,
         };
         let working = held.tensors.iter().map(|tensor| working(tensor, kind));
-        let working = working.fold(checking, Bytes::max);
+        let working = working
+            .collect::<Result<Vec<_>>>()?
+            .into_iter()
+            .fold(checking, Bytes::max);
         let factors = held.tensors.iter().filter_map(factor);
         let is_dense = |tensor: &HeldTensor| {
             let of_rows = tensor.role != TensorRole::Router;
@@ -95,6 +102,7 @@ impl Footprint {
             device: options.device.clone(),
             activations: options.activations,
             weights,
+            mapped_bytes: mapped,
             load_peak: weights + working.times(threads as u64),
             factors: factors.collect(),
             sizes,
@@ -117,7 +125,12 @@ impl Footprint {
         self.weights
     }
 
-    /// Weights and working memory while they are loaded, at most.
+    /// Weights beside these that are mapped from a file, in memory that processes share.
+    pub fn mapped_bytes(&self) -> u64 {
+        self.mapped_bytes
+    }
+
+    /// Weights and working memory while they are loaded, at most, without what is mapped.
     pub fn load_peak(&self) -> Bytes {
         self.load_peak
     }
@@ -198,7 +211,7 @@ pub fn weight_bytes(
     quantize: bool,
 ) -> Result<Bytes> {
     let spec = spec_of(checkpoint)?;
-    let held = load::held_tensors(checkpoint, &spec, quantize, false)?;
+    let held = load::held_tensors(checkpoint, &spec, quantize, false, false)?;
     bytes_of(&held, &spec, device, false)
 }
 
@@ -221,7 +234,8 @@ fn bytes_of(
             },
         }
     };
-    let tensors = held.tensors.iter().map(|tensor| match tensor.form {
+    let own = held.tensors.iter().filter(|tensor| !tensor.is_mapped);
+    let tensors = own.map(|tensor| match tensor.form {
         HeldForm::Matrix { kind, rows, cols } => Linear::bytes_of(device, rows, cols, kind),
         HeldForm::Vector { len } => Ok(vectors(len)),
     });
@@ -242,17 +256,32 @@ fn bytes_of(
     Ok(tensors + vectors(ones) + beside)
 }
 
+/// Bytes of a tensor that are mapped from a file.
+fn mapped_bytes(tensor: &HeldTensor) -> Result<u64> {
+    match tensor.form {
+        HeldForm::Matrix { kind, rows, cols } if tensor.is_mapped => {
+            Ok(Linear::bytes_of(DeviceKind::Cpu, rows, cols, kind)?.host)
+        }
+        _ => Ok(0),
+    }
+}
+
 /// Working memory of loading a tensor.
-fn working(tensor: &HeldTensor, device: DeviceKind) -> Bytes {
+fn working(tensor: &HeldTensor, device: DeviceKind) -> Result<Bytes> {
     let converted = Bytes {
         host: tensor.converted_bytes as u64,
         device: 0,
     };
     match tensor.form {
         HeldForm::Matrix { kind, rows, cols } => {
-            converted + Linear::preparing_bytes_of(device, rows, cols, kind)
+            // A mapped weight is compared with some rows at a time that are packed again.
+            let compared = match tensor.is_mapped {
+                true => Linear::bytes_of(device, rows.min(COMPARED_ROWS), cols, kind)?,
+                false => Bytes::default(),
+            };
+            Ok(converted + compared + Linear::preparing_bytes_of(device, rows, cols, kind))
         }
-        HeldForm::Vector { .. } => converted,
+        HeldForm::Vector { .. } => Ok(converted),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Loads weights from a checkpoint. Finds every tensor and checks its shape before reading any; then several threads pack tensors, a run of
 //! rows at a time, while the calling thread reports progress and checks for cancellation. Checksums are computed on the way, so that the
-//! model's fingerprint needs no second read.
+//! model's fingerprint needs no second read. Where packed weights are mapped from a file, packing is left out, or done to compare with them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::hash::Hasher;
@@ -12,6 +12,7 @@ use std::time::Duration;
 use twox_hash::XxHash3_64;
 
 use super::LoadOptions;
+use super::mapped::MappedWeights;
 use super::spec::{
     AttentionSpec, BlockSpec, DenseMlpSpec, ExpertsSpec, KeyValues, MixerSpec, MlpSpec, Spec,
 };
@@ -34,10 +35,10 @@ use crate::base::checksum::RowsChecksum;
 use crate::base::error::{Error, bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{ErrorKind, Result, memory, threads};
-use crate::checkpoint::{self, Checkpoint, Encoding, Entry, Unreadable};
+use crate::checkpoint::{self, Checkpoint, Encoding, Entry, PackedShape, Unreadable};
 use crate::format::nvfp4::{self, BLOCK, NonFinite, QuantizeOptions};
 use crate::ops::delta::DeltaWeights;
-use crate::ops::linear::{Linear, ReadNvfp4};
+use crate::ops::linear::{Linear, Packed, ReadNvfp4};
 use crate::ops::mamba::MambaWeights;
 use crate::ops::{Array, Device};
 use crate::tensor::{DType, WeightType};
@@ -48,6 +49,8 @@ const VALUES: usize = 1 << 16;
 const CHECKED: u64 = 16 << 20;
 /// Interval at which the calling thread reports progress.
 const REPORT: Duration = Duration::from_millis(20);
+/// Rows of a matrix that are compared with packed ones at a time.
+pub(super) const COMPARED_ROWS: usize = 16 * Packed::ROW_MULTIPLE;
 /// Limit on the missing names that a message lists.
 const NAMED: usize = 64;
 
@@ -100,6 +103,11 @@ impl Found<'_> {
             _ => bytes_of(self.entry, self.rows.count()),
         }
     }
+}
+
+/// Whether a matrix is quantized while loading, if `quantize` asks for that.
+fn is_quantized(found: &Found<'_>, quantize: bool) -> bool {
+    held(found, quantize) != held(found, false)
 }
 
 /// The type in which a matrix is held; `quantize` says whether dense matrices are quantized while loading.
@@ -170,6 +178,8 @@ pub(super) struct HeldTensor {
     pub(super) name: String,
     pub(super) role: TensorRole,
     pub(super) form: HeldForm,
+    /// Whether it is mapped from a file of packed weights.
+    pub(super) is_mapped: bool,
     /// Bytes of host memory for values that are converted while it is loaded.
     pub(super) converted_bytes: usize,
 }
@@ -193,12 +203,13 @@ pub(super) struct HeldTensors<'a> {
     pub(super) checked_bytes: usize,
 }
 
-/// The tensors and tables that loading makes of a checkpoint. Reads no values.
+/// The tensors and tables that loading makes of a checkpoint. Reads no values. `packed` says whether it has packed weights to map.
 pub(super) fn held_tensors<'a>(
     checkpoint: &'a dyn Checkpoint,
     spec: &Spec,
     quantize: bool,
     sampling_only: bool,
+    packed: bool,
 ) -> Result<HeldTensors<'a>> {
     let sorted = Sorted::of(find(checkpoint, spec, sampling_only)?);
     let embedding = (!sorted.head_embeds(quantize)).then_some(sorted.embedding.entry);
@@ -216,6 +227,7 @@ pub(super) fn held_tensors<'a>(
                 cols: found.cols(),
             },
         },
+        is_mapped: packed && !found.is_vector() && !is_quantized(found, quantize),
         converted_bytes: size_of::<f32>()
             * match found.is_vector() {
                 true => found.entry.rows() * found.cols() + found.elements(),
@@ -246,6 +258,20 @@ struct Job<'a> {
     name: String,
     found: Found<'a>,
     action: Action,
+}
+
+impl<'a> Job<'a> {
+    /// Loads a matrix or a vector.
+    fn of(found: Found<'a>) -> Job<'a> {
+        Job {
+            name: found.spec.name.clone(),
+            action: match found.is_vector() {
+                true => Action::Vector,
+                false => Action::Matrix,
+            },
+            found,
+        }
+    }
 }
 
 /// Number of rows of an entry read at a time.
@@ -562,6 +588,7 @@ struct PackingState<'a> {
     /// Whether the embedding is checked only by quantizing the head that is tied to it.
     checked_by_head: bool,
     spec: &'a Spec,
+    packed: Option<&'a MappedWeights>,
     /// Checksums of the model's tensors, by name.
     sums: Mutex<BTreeMap<String, RowsChecksum>>,
     /// The next job.
@@ -573,7 +600,24 @@ struct PackingState<'a> {
     cancelled: AtomicBool,
 }
 
-impl PackingState<'_> {
+impl<'a> PackingState<'a> {
+    /// Before the first job, for weights as they are stored.
+    fn new(checkpoint: &'a dyn Checkpoint, device: &'a Device, spec: &'a Spec) -> Self {
+        PackingState {
+            checkpoint,
+            device,
+            quantize: None,
+            checked_by_head: false,
+            spec,
+            packed: None,
+            sums: Mutex::default(),
+            next: AtomicUsize::new(0),
+            done: AtomicU64::new(0),
+            failed: AtomicUsize::new(usize::MAX),
+            cancelled: AtomicBool::new(false),
+        }
+    }
+
     /// Whether the result of a job is no longer needed.
     fn is_moot(&self, job: usize) -> bool {
         self.cancelled.load(Ordering::Relaxed) || job > self.failed.load(Ordering::Relaxed)
@@ -688,46 +732,93 @@ impl Work<'_> {
     }
 
     fn matrix(&self, found: &Found<'_>) -> Result<Linear> {
-        let (rows, cols) = (found.height(), found.cols());
-        let held = held(found, self.shared.quantize.is_some());
-        let Some(dtype) = held.dtype() else {
-            return match held {
-                WeightType::Int8 => self.int8(found),
-                _ => self.packed(found),
-            };
+        let is_quantized = is_quantized(found, self.shared.quantize.is_some());
+        match self.shared.packed {
+            Some(packed) if !is_quantized => self.mapped(found, packed),
+            _ => self.packed(found),
+        }
+    }
+
+    /// A matrix packed into memory.
+    fn packed(&self, found: &Found<'_>) -> Result<Linear> {
+        let mut sums = MatrixSums::default();
+        let linear = match self.shared.quantize {
+            Some(options) if is_quantized(found, true) => {
+                self.quantized(found, options, &mut sums)?
+            }
+            _ => self.rows(found, 0..found.height(), &mut sums)?,
         };
-        let mut sum = RowsChecksum::new();
-        let linear = Linear::dense(
-            self.shared.device,
-            rows,
-            cols,
-            dtype,
-            &mut |range, values| {
-                self.rows_f32(found, range.clone(), values)?;
-                sum.add_f32(range.start, cols, values);
-                self.advance(bytes_of(found.entry, range.len()))
-            },
-        )?;
-        self.record(self.name, sum);
+        self.record(self.name, sums.finish());
         Ok(linear)
     }
 
-    /// A matrix in NVFP4, either stored so or quantized while loading.
-    fn packed(&self, found: &Found<'_>) -> Result<Linear> {
+    /// A matrix in the mapped file of packed weights. Unless that is current, it is compared with the weights.
+    fn mapped(&self, found: &Found<'_>, packed: &MappedWeights) -> Result<Linear> {
+        let (rows, cols) = (found.height(), found.cols());
+        let (linear, sum) = packed.matrix(self.name, held(found, false), (rows, cols))?;
+        if packed.is_current() {
+            self.record(self.name, RowsChecksum::from_sum(sum));
+            self.advance(found.bytes())?;
+            return Ok(linear);
+        }
+        let mut sums = MatrixSums::default();
+        let mut rest = linear.host_bytes();
+        for first in (0..rows).step_by(COMPARED_ROWS) {
+            let some = self.rows(found, first..rows.min(first + COMPARED_ROWS), &mut sums)?;
+            match rest.strip_prefix(some.host_bytes()) {
+                Some(left) if some.global().to_bits() == linear.global().to_bits() => rest = left,
+                _ => return Err(packed.differs()),
+            }
+        }
+        self.record(self.name, sums.finish());
+        Ok(linear)
+    }
+
+    /// Some rows of a matrix, in the form in which it is stored, and their checksums.
+    fn rows(&self, found: &Found<'_>, rows: Range<usize>, sums: &mut MatrixSums) -> Result<Linear> {
+        let (entry, cols, device) = (found.entry, found.cols(), self.shared.device);
+        let (checkpoint, first, count) = (self.shared.checkpoint, rows.start, rows.len());
+        let within = |range: Range<usize>| first + range.start..first + range.end;
+        match held(found, false) {
+            WeightType::Nvfp4 => {
+                let global = global_of(checkpoint, found)?;
+                self.nvfp4(found, rows, global, sums, &mut |range, codes, scales| {
+                    rows_nvfp4(checkpoint, entry, &found.rows, range, codes, scales)
+                })
+            }
+            WeightType::Int8 => {
+                let [coded, scaled] = sums.parts(None);
+                Linear::int8(device, count, cols, &mut |range, codes, scales| {
+                    let range = within(range);
+                    rows_int8(checkpoint, entry, &found.rows, range.clone(), codes, scales)?;
+                    coded.add(range.start, cols, codes);
+                    scaled.add_f32(range.start, 1, scales);
+                    self.advance(bytes_of(entry, range.len()))
+                })
+            }
+            dense => {
+                let Some(dtype) = dense.dtype() else {
+                    bail!(Internal, "{} holds a dense matrix", dense.name());
+                };
+                let sum = &mut sums.values;
+                Linear::dense(device, count, cols, dtype, &mut |range, values| {
+                    let range = within(range);
+                    self.rows_f32(found, range.clone(), values)?;
+                    sum.add_f32(range.start, cols, values);
+                    self.advance(bytes_of(entry, range.len()))
+                })
+            }
+        }
+    }
+
+    /// A dense matrix, quantized to NVFP4.
+    fn quantized(
+        &self,
+        found: &Found<'_>,
+        options: &QuantizeOptions,
+        sums: &mut MatrixSums,
+    ) -> Result<Linear> {
         let (entry, cols) = (found.entry, found.cols());
-        let Some(options) = self
-            .shared
-            .quantize
-            .filter(|_| !entry.encoding.reads_as_nvfp4())
-        else {
-            let globals = self.shared.checkpoint.global_scales(entry)?;
-            // Each expert of a stack may have its own.
-            let global = globals[found.rows.first() / (entry.rows() / globals.len())];
-            return self.nvfp4(found, global, &mut |range, codes, scales| {
-                let (checkpoint, rows) = (self.shared.checkpoint, &found.rows);
-                rows_nvfp4(checkpoint, entry, rows, range, codes, scales)
-            });
-        };
         let is_table = self.shared.checked_by_head && found.spec.name == HEAD;
         let (mut amax, mut sum) = (0f32, RowsChecksum::new());
         self.each_run(found, 0..found.height(), |first, values| {
@@ -743,7 +834,8 @@ impl Work<'_> {
         let global = nvfp4::global_scale(amax, options);
         let run = run_of(entry);
         let mut values = Buffer::<f32>::zeroed(Tag::Scratch, run * cols)?;
-        self.nvfp4(found, global, &mut |range, codes, scales| {
+        let all = 0..found.height();
+        self.nvfp4(found, all, global, sums, &mut |range, codes, scales| {
             // The packer may take more rows at a time than this buffer holds.
             for first in range.clone().step_by(run) {
                 let (at, n) = (first - range.start, run.min(range.end - first));
@@ -763,55 +855,69 @@ impl Work<'_> {
         })
     }
 
-    /// A matrix stored in int8 rows.
-    fn int8(&self, found: &Found<'_>) -> Result<Linear> {
+    /// Some rows of a weight with codes and block scales from `read`, which takes numbers of rows in the matrix.
+    fn nvfp4(
+        &self,
+        found: &Found<'_>,
+        rows: Range<usize>,
+        global: f32,
+        sums: &mut MatrixSums,
+        read: &mut ReadNvfp4,
+    ) -> Result<Linear> {
         let cols = found.cols();
-        let mut sums = [RowsChecksum::new(); 2];
-        let linear = Linear::int8(
+        let [coded, scaled] = sums.parts(Some(global));
+        Linear::nvfp4(
             self.shared.device,
-            found.height(),
-            cols,
-            &mut |range, codes, scales| {
-                let entry = found.entry;
-                let (checkpoint, rows) = (self.shared.checkpoint, &found.rows);
-                rows_int8(checkpoint, entry, rows, range.clone(), codes, scales)?;
-                sums[0].add(range.start, cols, codes);
-                sums[1].add_f32(range.start, 1, scales);
-                self.advance(bytes_of(entry, range.len()))
-            },
-        )?;
-        self.record_parts(sums.map(RowsChecksum::finish));
-        Ok(linear)
-    }
-
-    /// Records the checksum of a tensor with several parts, combined from the checksums of the parts.
-    fn record_parts<const N: usize>(&self, parts: [u64; N]) {
-        let mut whole = RowsChecksum::new();
-        for (i, part) in parts.into_iter().enumerate() {
-            whole.add(i, 8, &part.to_le_bytes());
-        }
-        self.record(self.name, whole);
-    }
-
-    /// A weight with codes and block scales from `read`.
-    fn nvfp4(&self, found: &Found<'_>, global: f32, read: &mut ReadNvfp4) -> Result<Linear> {
-        let (rows, cols) = (found.height(), found.cols());
-        let mut sums = [RowsChecksum::new(); 2];
-        let linear = Linear::nvfp4(
-            self.shared.device,
-            rows,
+            rows.len(),
             cols,
             global,
             &mut |range, codes, scales| {
+                let range = rows.start + range.start..rows.start + range.end;
                 read(range.clone(), codes, scales)?;
-                sums[0].add(range.start, cols / 2, codes);
-                sums[1].add(range.start, cols / BLOCK, scales);
+                coded.add(range.start, cols / 2, codes);
+                scaled.add(range.start, cols / BLOCK, scales);
                 self.advance(bytes_of(found.entry, range.len()))
             },
-        )?;
-        let [codes, scales] = sums.map(RowsChecksum::finish);
-        self.record_parts([codes, scales, global.to_bits().into()]);
-        Ok(linear)
+        )
+    }
+}
+
+/// The global scale of a matrix that a checkpoint gives in NVFP4.
+fn global_of(checkpoint: &dyn Checkpoint, found: &Found<'_>) -> Result<f32> {
+    let globals = checkpoint.global_scales(found.entry)?;
+    // Each expert of a stack may have its own.
+    Ok(globals[found.rows.first() / (found.entry.rows() / globals.len())])
+}
+
+/// Checksums of a matrix.
+#[derive(Default)]
+struct MatrixSums {
+    /// Checksum of values or codes.
+    values: RowsChecksum,
+    /// Checksum of scales, and the global scale, if there are scales.
+    scales: Option<(RowsChecksum, Option<f32>)>,
+}
+
+impl MatrixSums {
+    /// The checksums of codes and of scales.
+    fn parts(&mut self, global: Option<f32>) -> [&mut RowsChecksum; 2] {
+        let (scales, _) = self.scales.get_or_insert((RowsChecksum::new(), global));
+        [&mut self.values, scales]
+    }
+
+    /// The checksum of the whole matrix.
+    fn finish(self) -> RowsChecksum {
+        let Some((scales, global)) = self.scales else {
+            return self.values;
+        };
+        let parts = [Some(self.values.finish()), Some(scales.finish())];
+        let global = global.map(|global| global.to_bits().into());
+        let parts = parts.into_iter().chain([global]).flatten();
+        let mut whole = RowsChecksum::new();
+        for (i, part) in parts.enumerate() {
+            whole.add(i, 8, &u64::to_le_bytes(part));
+        }
+        whole
     }
 }
 
@@ -848,6 +954,7 @@ pub(super) fn load<T: Send>(
 ) -> Result<(Weights, u64, T)> {
     let sorted = Sorted::of(find(&*checkpoint, spec, options.sampling_only)?);
     warn_of_unreadable(&*checkpoint);
+    let packed = MappedWeights::of(&*checkpoint, options)?;
     let checked_by_head = sorted.tied
         && options
             .quantize
@@ -865,17 +972,18 @@ pub(super) fn load<T: Send>(
     let per_layer_table = sorted.per_layer_table.as_ref().map(in_file);
     let checked = Some(&sorted.embedding).filter(|_| !checked_by_head);
     let checked = checked.into_iter().chain(&sorted.per_layer_table);
-    let mut jobs: Vec<Job<'_>> = checked.flat_map(checks).collect();
-    jobs.extend(sorted.held.into_iter().map(|found| Job {
-        name: found.spec.name.clone(),
-        action: match found.is_vector() {
-            true => Action::Vector,
-            false => Action::Matrix,
-        },
-        found,
-    }));
+    let mut sums = BTreeMap::new();
+    let mut jobs = Vec::new();
+    for table in checked {
+        let name = &table.spec.name;
+        match packed.as_ref().and_then(|packed| packed.table(name)) {
+            Some(sum) => drop(sums.insert(name.clone(), RowsChecksum::from_sum(sum))),
+            None => jobs.extend(checks(table)),
+        }
+    }
+    jobs.extend(sorted.held.into_iter().map(Job::of));
     let made = Mutex::new(None);
-    let (mut loaded, sum) = threads::scope(|scope| {
+    let (mut loaded, sums) = threads::scope(|scope| {
         let make = || {
             let result = meanwhile(&embedding, per_layer_table.as_ref());
             *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
@@ -883,7 +991,14 @@ pub(super) fn load<T: Send>(
         scope
             .start("nvfp4-embedding", make)
             .map_err(|e| err!(OutOfMemory, "starting a thread to load with: {e}"))?;
-        run(&*checkpoint, &jobs, spec, options, first, checked_by_head)
+        let state = PackingState {
+            quantize: options.quantize.as_ref(),
+            checked_by_head,
+            packed: packed.as_ref(),
+            sums: Mutex::new(sums),
+            ..PackingState::new(&*checkpoint, &options.device, spec)
+        };
+        run(state, &jobs, first)
     })?;
     let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
     let made = made.ok_or_else(|| err!(Internal, "nothing was made of the embedding"))??;
@@ -916,7 +1031,7 @@ pub(super) fn load<T: Send>(
     if options.mlock {
         weights.lock()?;
     }
-    Ok((weights, sum, made))
+    Ok((weights, sum_of_model(&sums), made))
 }
 
 /// Jobs that check the values of a table that stays in its file.
@@ -936,6 +1051,83 @@ fn checks<'a>(found: &Found<'a>) -> Vec<Job<'a>> {
     (0..rows).step_by(step).map(of_rows).collect()
 }
 
+/// The matrices of a model on the CPU, and the tables that stay in their file, for packing them without loading the model.
+pub(super) struct PackPlan<'a> {
+    checkpoint: &'a dyn Checkpoint,
+    spec: &'a Spec,
+    matrices: Vec<Job<'a>>,
+    tables: Vec<Found<'a>>,
+}
+
+impl<'a> PackPlan<'a> {
+    pub(super) fn of(checkpoint: &'a dyn Checkpoint, spec: &'a Spec) -> Result<PackPlan<'a>> {
+        let sorted = Sorted::of(find(checkpoint, spec, false)?);
+        let embedding = Some(sorted.embedding).filter(|_| !sorted.tied);
+        let matrices = sorted.held.into_iter().filter(|found| !found.is_vector());
+        Ok(PackPlan {
+            checkpoint,
+            spec,
+            matrices: matrices.map(Job::of).collect(),
+            tables: embedding
+                .into_iter()
+                .chain(sorted.per_layer_table)
+                .collect(),
+        })
+    }
+
+    /// The matrices in their order, in the forms in which they are stored.
+    pub(super) fn shapes(&self) -> Result<Vec<PackedShape>> {
+        let shape = |job: &Job<'a>| {
+            let (found, kind) = (&job.found, held(&job.found, false));
+            let (rows, cols) = (found.height(), found.cols());
+            let global = match kind {
+                WeightType::Nvfp4 => global_of(self.checkpoint, found)?,
+                _ => 1.0,
+            };
+            Ok(PackedShape {
+                name: job.name.clone(),
+                kind: kind.name().to_owned(),
+                rows,
+                cols,
+                global: global.to_bits(),
+                bytes: Packed::bytes_of(rows, cols, kind)? as u64,
+            })
+        };
+        self.matrices.iter().map(shape).collect()
+    }
+
+    /// Names of the tables.
+    pub(super) fn tables(&self) -> Vec<String> {
+        self.tables
+            .iter()
+            .map(|found| found.spec.name.clone())
+            .collect()
+    }
+
+    /// Packs some of the matrices. Returns them with the checksums of their source weights, in order.
+    pub(super) fn pack(&self, device: &Device, some: Range<usize>) -> Result<Vec<(Linear, u64)>> {
+        let jobs = &self.matrices[some];
+        let state = PackingState::new(self.checkpoint, device, self.spec);
+        let (mut parts, sums) = run(state, jobs, &|| {})?;
+        let of = |job: &Job<'_>| Ok((parts.linear(&job.name)?, sum_of(&sums, &job.name)?));
+        jobs.iter().map(of).collect()
+    }
+
+    /// The checksums of the tables, whose values are checked on the way.
+    pub(super) fn sum_tables(&self, device: &Device) -> Result<Vec<u64>> {
+        let jobs: Vec<Job<'_>> = self.tables.iter().flat_map(checks).collect();
+        let state = PackingState::new(self.checkpoint, device, self.spec);
+        let (_, sums) = run(state, &jobs, &|| {})?;
+        let of = |found: &Found<'_>| sum_of(&sums, &found.spec.name);
+        self.tables.iter().map(of).collect()
+    }
+}
+
+fn sum_of(sums: &BTreeMap<String, RowsChecksum>, name: &str) -> Result<u64> {
+    let sum = sums.get(name).map(|sum| sum.finish());
+    sum.ok_or_else(|| err!(Internal, "{name} has no checksum"))
+}
+
 /// Signals that a thread has ended, even by a panic.
 struct Done<'a>(&'a Mutex<usize>, &'a Condvar);
 
@@ -946,27 +1138,12 @@ impl Drop for Done<'_> {
     }
 }
 
-/// Runs the jobs on the device's threads and reports progress on this one. Returns the loaded tensors and a checksum of all of them.
+/// Runs the jobs on the device's threads and reports progress on this one. Returns the loaded tensors and the checksums of all of them, by name.
 fn run(
-    checkpoint: &dyn Checkpoint,
+    shared: PackingState<'_>,
     jobs: &[Job<'_>],
-    spec: &Spec,
-    options: &LoadOptions,
     first: &(dyn Fn() + Sync),
-    checked_by_head: bool,
-) -> Result<(Parts, u64)> {
-    let shared = PackingState {
-        checkpoint,
-        device: &options.device,
-        quantize: options.quantize.as_ref(),
-        checked_by_head,
-        spec,
-        sums: Mutex::default(),
-        next: AtomicUsize::new(0),
-        done: AtomicU64::new(0),
-        failed: AtomicUsize::new(usize::MAX),
-        cancelled: AtomicBool::new(false),
-    };
+) -> Result<(Parts, BTreeMap<String, RowsChecksum>)> {
     let total = jobs
         .iter()
         .map(|job| match &job.action {
@@ -1030,7 +1207,7 @@ fn run(
     threads::scope(|scope| -> Result<()> {
         let lock = || working.lock().unwrap_or_else(PoisonError::into_inner);
         let (work, working, finished) = (&work, &working, &finished);
-        for i in 0..options.device.threads().min(jobs.len()).max(1) {
+        for i in 0..shared.device.threads().min(jobs.len()).max(1) {
             let work = move || {
                 let _done = Done(working, finished);
                 if i == 0 {
@@ -1071,15 +1248,20 @@ fn run(
     if shared.cancelled.load(Ordering::Relaxed) {
         bail!(Cancelled, "loading was cancelled");
     }
-    let mut sum = XxHash3_64::new();
     let sums = shared.sums.into_inner();
-    let sums = sums.unwrap_or_else(PoisonError::into_inner).into_iter();
-    for (name, rows) in sums.filter(|(name, _)| !name.starts_with(DRAFTER)) {
+    let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let sums = sums.unwrap_or_else(PoisonError::into_inner);
+    Ok((Parts(parts), sums))
+}
+
+/// The checksum of a model, from those of its tensors. The drafter changes no result, and does not count.
+fn sum_of_model(sums: &BTreeMap<String, RowsChecksum>) -> u64 {
+    let mut sum = XxHash3_64::new();
+    for (name, rows) in sums.iter().filter(|(name, _)| !name.starts_with(DRAFTER)) {
         sum.write(name.as_bytes());
         sum.write(&rows.finish().to_le_bytes());
     }
-    let parts = parts.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok((Parts(parts), sum.finish()))
+    sum.finish()
 }
 
 /// Elements of the norm of a layer's values, which files store no weight for; 0 without one.

@@ -16,8 +16,10 @@ pub(crate) mod generation;
 mod keys;
 pub mod kv;
 mod load;
+mod mapped;
 mod options;
 mod order;
+mod pack;
 pub mod placement;
 mod rope;
 mod run;
@@ -60,7 +62,9 @@ pub use batch::{Batch, HiddenBefore, Output, Segment, Verification, Wanted};
 pub use drafter::{DrafterRows, Drafting};
 pub use embedding::{EmbeddingSettings, Pooling};
 pub use families::{open, open_bytes, open_given};
-pub use options::LoadOptions;
+pub use mapped::verify_packed;
+pub use options::{LoadOptions, PackedUse};
+pub use pack::{PackReport, pack};
 pub use rope::{LongRope, RopeSet};
 pub use run::Scratch;
 pub use spec::Spec;
@@ -109,6 +113,8 @@ pub struct ModelInfo {
     pub parameters: u64,
     /// Bytes of weights in memory.
     pub weight_bytes: u64,
+    /// Part of `weight_bytes` that is mapped from a file of packed weights, which processes share.
+    pub mapped_bytes: u64,
     /// Matrices by the format in which they are held.
     pub formats: BTreeMap<&'static str, FormatUse>,
     /// Precision of activations in products with NVFP4 weights: `exact` or `int8`.
@@ -473,6 +479,7 @@ fn describe(spec: &Spec, weights: &Weights, options: &LoadOptions) -> ModelInfo 
         device_choice: options.device_choice.clone(),
         parameters: matrices + own_table + (per_layer + vectors) as u64,
         weight_bytes: weights.bytes() as u64,
+        mapped_bytes: weights.mapped_bytes() as u64,
         formats,
         activations: match options.activations {
             Activations::Exact => "exact",

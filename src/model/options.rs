@@ -4,6 +4,18 @@ use crate::format::nvfp4::QuantizeOptions;
 use crate::ops::Device;
 use crate::ops::linear::Activations;
 
+/// Use of the file of packed weights beside a model's own, which processes on the CPU map and share; see [`pack`](super::pack).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum PackedUse {
+    /// Used if it is there and of the model's files. One that is damaged or of other weights is an error. Not used on a GPU.
+    #[default]
+    Auto,
+    /// Not used: weights are packed into memory of the process.
+    Off,
+    /// Used, or an error.
+    Required,
+}
+
 /// Options of loading a model.
 #[derive(Clone)]
 pub struct LoadOptions {
@@ -32,6 +44,8 @@ pub struct LoadOptions {
     /// Locks the weights in host memory, so that the system never pages them out. Tables that stay in their file are not locked. On a GPU,
     /// whose memory is never paged out and whose host tables are page-locked, this changes nothing.
     pub mlock: bool,
+    /// Whether matrices are mapped from the file of packed weights. Those that `quantize` quantizes never are.
+    pub packed: PackedUse,
 }
 
 impl LoadOptions {
@@ -48,6 +62,7 @@ impl LoadOptions {
             deterministic: false,
             sampling_only: false,
             mlock: false,
+            packed: PackedUse::Auto,
         }
     }
 }

@@ -518,6 +518,11 @@ impl Weights {
             + vectors.map(Array::bytes).sum::<usize>()
     }
 
+    /// Part of [`Weights::bytes`] that is in a mapped file, which other processes may share.
+    pub fn mapped_bytes(&self) -> usize {
+        self.linears().map(Linear::mapped_bytes).sum()
+    }
+
     /// Locks them in host memory: all, or none if that fails.
     pub fn lock(&mut self) -> Result<()> {
         let linears = self.linears().map(Linear::host_bytes);

@@ -10,10 +10,11 @@ use super::training::optimizer::SharedWeight;
 use super::transfer::in_stream_order;
 use super::{Device, DeviceKind, Slice, SliceMut, Workspace};
 use crate::base::error::{Result, bail, err};
+use crate::base::mapping::Mapping;
 use crate::base::memory::{Bytes, Tag};
 use crate::base::size::product;
-use crate::cpu::{Cpu, Packed, ReadDense};
-pub use crate::cpu::{ReadInt8, ReadNvfp4};
+use crate::cpu::{Cpu, ReadDense};
+pub use crate::cpu::{Packed, ReadInt8, ReadNvfp4};
 use crate::cuda::{
     self, DeviceBuffer, DeviceSlice, FloatRows, Gpu, Input, LinearScratch, Matrix, Output,
 };
@@ -107,6 +108,19 @@ impl Linear {
         Ok(Linear { weight })
     }
 
+    /// A weight for the CPU that was packed before, in a mapped file: see [`Packed::mapped`].
+    pub fn mapped(
+        shape: (usize, usize),
+        kind: WeightType,
+        global: f32,
+        mapping: Arc<Mapping>,
+        range: Range<usize>,
+    ) -> Result<Linear> {
+        Ok(Linear {
+            weight: Weight::Cpu(Packed::mapped(shape, kind, global, mapping, range)?),
+        })
+    }
+
     /// Bytes that a weight of this shape takes on a device.
     pub fn bytes_of(
         device: DeviceKind,
@@ -191,6 +205,23 @@ impl Linear {
             Weight::Cpu(packed) => packed.bytes(),
             Weight::Trained(weight) => weight.bytes(),
             Weight::Cuda(matrix) => matrix.bytes(),
+        }
+    }
+
+    /// Part of [`Linear::bytes`] that is in a mapped file.
+    pub fn mapped_bytes(&self) -> usize {
+        match &self.weight {
+            Weight::Cpu(packed) if packed.is_mapped() => packed.bytes(),
+            Weight::Cpu(_) | Weight::Trained(_) | Weight::Cuda(_) => 0,
+        }
+    }
+
+    /// The global scale; 1 for weights without one.
+    pub fn global(&self) -> f32 {
+        match &self.weight {
+            Weight::Cpu(packed) => packed.global(),
+            Weight::Trained(weight) => weight.global(),
+            Weight::Cuda(matrix) => matrix.global(),
         }
     }
 

@@ -20,6 +20,20 @@ pub enum WeightType {
 }
 
 impl WeightType {
+    /// Every type.
+    pub const ALL: [WeightType; 5] = [
+        WeightType::Nvfp4,
+        WeightType::F32,
+        WeightType::F16,
+        WeightType::BF16,
+        WeightType::Int8,
+    ];
+
+    /// The type of this name.
+    pub fn from_name(name: &str) -> Option<WeightType> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+
     /// The type of a dense weight with elements of `dtype`.
     pub fn dense(dtype: DType) -> Result<WeightType> {
         Ok(match dtype {

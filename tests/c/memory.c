@@ -408,9 +408,14 @@ static void locks(void)
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load("/nowhere", 8, &options, NULL, &first));
     SAYS("mlock");
     options.mlock = 0;
-    options.reserved = 1;
+    options.packed = 3;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load("/nowhere", 8, &options, NULL, &first));
-    SAYS("reserved");
+    SAYS("packed");
+    options.packed = NVFP4_PACKED_REQUIRED;
+    NVFP4_ModelFile files[FILES];
+    prepare(files, 0);
+    FAILS(NVFP4_UNSUPPORTED, NVFP4_model_load_files(files, FILES, sizeof *files, &options, NULL, &first));
+    SAYS("files that are given in memory are not mapped");
 }
 
 int main(int argc, char **argv)

@@ -383,9 +383,9 @@ static void memory(void)
     OK(NVFP4_memory_stats(NVFP4_MEMORY_TENSOR, &now, &peak));
     CHECK(now == before && peak == now);
 
-    for (int32_t tag = NVFP4_MEMORY_TOTAL; tag <= NVFP4_MEMORY_DEVICE_TENSOR; tag++)
+    for (int32_t tag = NVFP4_MEMORY_TOTAL; tag <= NVFP4_MEMORY_MAPPED; tag++)
         OK(NVFP4_memory_stats(tag, &now, &peak));
-    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats(NVFP4_MEMORY_DEVICE_TENSOR + 1, &now, &peak));
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_memory_stats(NVFP4_MEMORY_MAPPED + 1, &now, &peak));
     SAYS("device_tensor");
 
     OK(NVFP4_memory_stats(NVFP4_MEMORY_TOTAL, &now, &peak));

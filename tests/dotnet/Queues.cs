@@ -837,6 +837,7 @@ static partial class Tests
         using (Model own = Model.Load(modelPath, cpu))
         {
             Same(Memory.Stats(MemoryTag.Weights).Current - weights, plan.WeightBytes);
+            Same(0UL, plan.MappedBytes);
             Same((ulong)own.Info.KvBytesPerToken, plan.KvBytesPerToken);
         }
         byte[] path = System.Text.Encoding.UTF8.GetBytes(modelPath);

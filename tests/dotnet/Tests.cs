@@ -209,6 +209,7 @@ static partial class Tests
         // Except for the device of a model, whose choice the library explains.
         Check(new LoadOptions().Device.Equals(Device.Auto));
         Check(model.Info.DeviceChoice.StartsWith("running on cpu: ") && model.Info.Device.StartsWith("cpu ("), model.Info.Json);
+        Throws<Nvfp4NotFoundException>(() => Model.Load(modelPath, new LoadOptions { Device = Device.Cpu, Packed = PackedUse.Required }));
         using (Model named = Model.Load(modelPath, new LoadOptions { Device = Device.Cpu }))
             Check(named.Info.DeviceChoice == null && named.Info.Device.StartsWith("cpu ("), named.Info.Json);
         Throws<Nvfp4ArgumentException>(() => Tensor.Empty(Device.Auto, DType.Float32, 1), "LoadOptions");

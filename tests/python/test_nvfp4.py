@@ -381,7 +381,14 @@ class Library(unittest.TestCase):
         self.assertEqual(nvfp4.memory()["tensor"][0], before)
         nvfp4.reset_memory_peak()
         self.assertEqual(nvfp4.memory()["tensor"], (before, before))
+        self.assertEqual(nvfp4.memory()["mapped"], (0, 0))
         nvfp4.empty_cache()
+
+    def test_packed_weights_are_there_or_refused(self):
+        with nvfp4.Model(GOLDEN, device="cpu", packed="off") as model:
+            self.assertEqual(model.info["mapped_bytes"], 0)
+        with self.assertRaisesRegex(nvfp4.NotFound, "packed weights were required"):
+            nvfp4.Model(GOLDEN, device="cpu", packed="required")
 
     def test_budget(self):
         nvfp4.set_memory_budget(1)

@@ -63,7 +63,7 @@ namespace LibNVFP4
     /// <summary>Purposes of memory.</summary>
     public enum MemoryTag
     {
-        /// <summary>All tags together. The peak is that of the sum.</summary>
+        /// <summary>All tags together, but for <see cref="MemoryTag.Mapped"/>. The peak is that of the sum.</summary>
         Total = 0,
         /// <summary>Weights in the form that kernels read.</summary>
         Weights = 1,
@@ -81,6 +81,11 @@ namespace LibNVFP4
         DeviceScratch = 7,
         /// <summary>Tensors on GPUs.</summary>
         DeviceTensor = 8,
+        /// <summary>
+        /// Files of packed weights that are mapped into memory: host memory that processes share, and that the system may drop and read
+        /// again. Not in the total, and not limited by <see cref="Memory.Budget"/>.
+        /// </summary>
+        Mapped = 9,
     }
 
     /// <summary>Use of managed (unified) memory where a host asks for it by policy.</summary>
@@ -277,6 +282,21 @@ namespace LibNVFP4
         BeginsTurn = 8192,
         /// <summary>It ends an answer: the chat template writes it after one, or it is known by its name.</summary>
         EndsTurn = 16384,
+    }
+
+    /// <summary>Use of the file of packed weights beside a model's own.</summary>
+    public enum PackedUse
+    {
+        /// <summary>
+        /// The file of packed weights beside the model's own, which <c>nvfp4 quantize --packed</c> writes, if it is there. Processes that
+        /// load the model on the CPU share the memory of what it holds. A file that is damaged or of other weights is
+        /// <see cref="Status.CorruptFile"/>. Not used on a GPU, nor for files that are given in memory.
+        /// </summary>
+        Auto = 0,
+        /// <summary>No such file, whether it is there or not: each process packs weights into memory of its own.</summary>
+        Off = 1,
+        /// <summary>That file, or an error.</summary>
+        Required = 2,
     }
 
     /// <summary>Precision of cached keys and values.</summary>

@@ -30,6 +30,7 @@ namespace LibNVFP4
             KvBytes = raw.KvBytes;
             FreeBytes = raw.FreeBytes == ulong.MaxValue ? (ulong?)null : raw.FreeBytes;
             SequencesThatFit = raw.SequencesThatFit == ulong.MaxValue ? (long?)null : (long)raw.SequencesThatFit;
+            MappedBytes = raw.MappedBytes;
         }
 
         /// <summary>The device of the plan: the one that was named, or that <see cref="Model.Load"/> would choose now.</summary>
@@ -88,5 +89,8 @@ namespace LibNVFP4
 
         /// <summary>Sessions of <see cref="Context"/> tokens that fit there beside the model, and in <see cref="LoadOptions.KvBytes"/> and <see cref="Memory.Budget"/> where these are set; null if nothing limits them.</summary>
         public long? SequencesThatFit { get; }
+
+        /// <summary>Weights beside <see cref="WeightBytes"/> that are mapped from a file of packed weights, which processes share.</summary>
+        public ulong MappedBytes { get; }
     }
 }

@@ -227,8 +227,9 @@ namespace LibNVFP4
         // nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is
         // never paged out. Default: 0.
         internal int Mlock;
-        // Reserved; 0.
-        internal int Reserved;
+        // One of NVFP4_PACKED_*: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which
+        // processes share. Default: #NVFP4_PACKED_AUTO.
+        internal int Packed;
     }
 
     // Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.
@@ -299,6 +300,10 @@ namespace LibNVFP4
         // Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the budget of
         // NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
         internal ulong SequencesThatFit;
+        // Weights that are mapped from a file of packed weights, which processes share: what NVFP4_memory_stats() says of
+        // #NVFP4_MEMORY_MAPPED once the model is loaded, but for the file's names and sums. Not in `weight_bytes`, and not in
+        // `peak_load_bytes`.
+        internal ulong MappedBytes;
     }
 
     // The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics().

@@ -182,6 +182,9 @@ namespace LibNVFP4
         /// <summary>Whether to lock the weights in host memory, so that the system never pages them out. An Nvfp4OutOfMemoryException says which limit is in the way. Without effect on a GPU. Default: no.</summary>
         public bool Mlock { get => Raw.Mlock != 0; set => Raw.Mlock = Interop.Flag(value); }
 
+        /// <summary>Whether weights on the CPU are mapped from the file of packed weights that <c>nvfp4 quantize --packed</c> writes, which processes share. Default: if it is there.</summary>
+        public PackedUse Packed { get => (PackedUse)Raw.Packed; set => Raw.Packed = (int)value; }
+
         Pool pool;
     }
 

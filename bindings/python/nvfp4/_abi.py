@@ -84,7 +84,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
     },
     # Purposes of memory.
     "memory": {
-        # All tags together. The peak is that of the sum.
+        # All tags together, but for #NVFP4_MEMORY_MAPPED. The peak is that of the sum.
         "total": 0,
         # Weights in the form that kernels read.
         "weights": 1,
@@ -102,6 +102,9 @@ CHOICES: Dict[str, Dict[str, int]] = {
         "device_scratch": 7,
         # Tensors on GPUs.
         "device_tensor": 8,
+        # Files of packed weights that are mapped into memory: host memory that processes share, and that the system may drop and read
+        # again. Not in the total, and not limited by NVFP4_memory_set_budget().
+        "mapped": 9,
     },
     # Use of managed (unified) memory where a host asks for it by policy.
     "managed": {
@@ -261,6 +264,17 @@ CHOICES: Dict[str, Dict[str, int]] = {
         "begins_turn": 8192,
         # It ends an answer: the chat template writes it after one, or it is known by its name.
         "ends_turn": 16384,
+    },
+    # Use of the file of packed weights beside a model's own.
+    "packed": {
+        # The file of packed weights beside the model's own, which `nvfp4 quantize --packed` writes, if it is there. Processes that load the
+        # model on the CPU share the memory of what it holds. A file that is damaged or of other weights is #NVFP4_CORRUPT_FILE. Not used on
+        # a GPU, nor for files that are given in memory.
+        "auto": 0,
+        # No such file, whether it is there or not: each process packs weights into memory of its own.
+        "off": 1,
+        # That file, or an error.
+        "required": 2,
     },
     # Precision of cached keys and values.
     "kv": {
@@ -493,7 +507,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
 CHOSEN: Dict[str, Dict[str, str]] = {
     "QuantizeOptions": {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales"},
     "WeightOptions": {"compute_path": "compute_path", "scale_layout": "scales", "dense_dtype": "dtype"},
-    "LoadOptions": {"activations": "activations"},
+    "LoadOptions": {"activations": "activations", "packed": "packed"},
     "PlanOptions": {"kv_type": "kv"},
     "CalibrateOptions": {},
     "ConvertOptions": {"container": "container", "tables": "tables"},
@@ -686,7 +700,8 @@ class LoadOptions(Structure):
       #NVFP4_OUT_OF_MEMORY, with the bytes wanted and the limit, if the system refuses: RLIMIT_MEMLOCK (ulimit -l) must allow for them;
       nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is never
       paged out. Default: 0.
-    - `reserved`: Reserved; 0.
+    - `packed`: One of NVFP4_PACKED_*: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which
+      processes share. Default: #NVFP4_PACKED_AUTO.
     """
 
     _fields_ = [
@@ -703,7 +718,7 @@ class LoadOptions(Structure):
         ("prefix_bytes", c_uint64),
         ("pool", c_void_p),
         ("mlock", c_int32),
-        ("reserved", c_int32),
+        ("packed", c_int32),
     ]
 
 
@@ -761,6 +776,8 @@ class Plan(Structure):
     - `free_bytes`: Bytes that are free on the device, or `budget_bytes`; UINT64_MAX if the system does not say.
     - `sequences_that_fit`: Sessions of `context` tokens that fit there beside the model, and in `kv_bytes` of NVFP4_LoadOptions and the
       budget of NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
+    - `mapped_bytes`: Weights that are mapped from a file of packed weights, which processes share: what NVFP4_memory_stats() says of
+      #NVFP4_MEMORY_MAPPED once the model is loaded, but for the file's names and sums. Not in `weight_bytes`, and not in `peak_load_bytes`.
     """
 
     _fields_ = [
@@ -786,6 +803,7 @@ class Plan(Structure):
         ("kv_bytes", c_uint64),
         ("free_bytes", c_uint64),
         ("sequences_that_fit", c_uint64),
+        ("mapped_bytes", c_uint64),
     ]
 
 

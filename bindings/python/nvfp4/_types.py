@@ -4,8 +4,9 @@ from typing import Literal, TypedDict
 
 __all__ = [
     "Activations", "Clip", "ComputePath", "Container", "DataFormat", "Dtype", "EmptyThink", "Eviction", "Finish", "FirstMoments",
-    "Format", "GrammarKind", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Normalize", "Outcome", "Part", "Pooling", "Recipe",
-    "Rounding", "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "TokenRole", "ToolCalls", "WeightForm",
+    "Format", "GrammarKind", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Normalize", "Outcome", "PackedUse", "Part",
+    "Pooling", "Recipe", "Rounding", "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "TokenRole", "ToolCalls",
+    "WeightForm",
 ]
 
 # Severity of log messages.
@@ -34,6 +35,8 @@ Container = Literal["modelopt", "dat"]
 # Roles of special tokens.
 TokenRole = Literal["begins_text", "ends_text", "added", "ends_generation", "padding", "unknown", "separator", "classification", "mask",
                     "begins_reasoning", "ends_reasoning", "begins_tool_call", "ends_tool_call", "begins_turn", "ends_turn"]
+# Use of the file of packed weights beside a model's own.
+PackedUse = Literal["auto", "off", "required"]
 # Precision of cached keys and values.
 KvType = Literal["float16", "float32", "float8"]
 # Treatment of tokens that do not fit in a session.
@@ -132,6 +135,9 @@ class LoadOptions(TypedDict, total=False):
     # nothing stays locked then. Tables of embeddings that stay in their file are not locked. Without effect on a GPU, whose memory is never
     # paged out. Default: 0.
     mlock: bool
+    # One of PackedUse: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which processes share.
+    # Default: "auto".
+    packed: PackedUse
 
 
 class PlanOptions(TypedDict, total=False):

@@ -251,7 +251,9 @@ class Model(Handle):
     sampling_only, kv_bytes (reserved for the keys and values of all sessions together; 0, the default, allocates as they grow),
     prefix_cache (whether sessions that begin with the same tokens share these; True), prefix_bytes (kept of them after the last session; 0),
     deterministic (on a GPU too, the logits of a session have the same bits whatever runs beside it; False, because it costs speed),
-    pool (a Pool of the program's own threads), mlock (locks the weights in host memory, as far as `ulimit -l` allows; False).
+    pool (a Pool of the program's own threads), mlock (locks the weights in host memory, as far as `ulimit -l` allows; False),
+    packed (whether weights on the CPU are mapped from the file of `nvfp4 quantize --packed`, which processes share: auto, the default, if it is
+    there; off; required).
     `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
     and in all, and cancels if it returns False; `cancel` is a Cancel.
     """

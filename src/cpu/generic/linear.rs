@@ -58,7 +58,7 @@ unsafe impl<S: Simd> Source<S> for Nvfp4 {
     }
     #[inline(always)]
     unsafe fn scale(group: *const u8, block: usize) -> S::V {
-        // SAFETY: as above; packing rejects negative and NaN scales.
+        // SAFETY: as above. Packing rejects negative and NaN scales; a mapped file may have them, and the result is then some number.
         unsafe { S::load_e4m3(nvfp4_block(group, block).1) }
     }
 }

@@ -194,7 +194,7 @@ extern "C" {
 /** Log everything. */
 #define NVFP4_LOG_TRACE 5
 
-/** All tags together. The peak is that of the sum. */
+/** All tags together, but for #NVFP4_MEMORY_MAPPED. The peak is that of the sum. */
 #define NVFP4_MEMORY_TOTAL 0
 
 /** Weights in the form that kernels read. */
@@ -220,6 +220,12 @@ extern "C" {
 
 /** Tensors on GPUs. */
 #define NVFP4_MEMORY_DEVICE_TENSOR 8
+
+/**
+ * Files of packed weights that are mapped into memory: host memory that processes share, and that the system may drop and read
+ * again. Not in the total, and not limited by NVFP4_memory_set_budget().
+ */
+#define NVFP4_MEMORY_MAPPED 9
 
 /** No managed memory. */
 #define NVFP4_MANAGED_DISABLED 0
@@ -369,6 +375,19 @@ extern "C" {
  * elements that all rotate; creating a session of another model there returns #NVFP4_UNSUPPORTED.
  */
 #define NVFP4_KV_FLOAT8 2
+
+/**
+ * The file of packed weights beside the model's own, which `nvfp4 quantize --packed` writes, if it is there. Processes that load the model on the
+ * CPU share the memory of what it holds. A file that is damaged or of other weights is #NVFP4_CORRUPT_FILE. Not used on a GPU, nor for files
+ * that are given in memory.
+ */
+#define NVFP4_PACKED_AUTO 0
+
+/** No such file, whether it is there or not: each process packs weights into memory of its own. */
+#define NVFP4_PACKED_OFF 1
+
+/** That file, or an error. */
+#define NVFP4_PACKED_REQUIRED 2
 
 /** It begins a text, as the model's files say: BOS. */
 #define NVFP4_TOKEN_ROLE_BEGINS_TEXT 1
@@ -931,8 +950,11 @@ typedef struct NVFP4_LoadOptions {
      * GPU, whose memory is never paged out. Default: 0.
      */
     int32_t mlock;
-    /** Reserved; 0. */
-    int32_t reserved;
+    /**
+     * One of NVFP4_PACKED_*: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which processes
+     * share. Default: #NVFP4_PACKED_AUTO.
+     */
+    int32_t packed;
 } NVFP4_LoadOptions;
 
 /** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */
@@ -1005,6 +1027,12 @@ typedef struct NVFP4_Plan {
      * NVFP4_memory_set_budget() where these are set; UINT64_MAX if nothing limits them.
      */
     uint64_t sequences_that_fit;
+    /**
+     * Weights that are mapped from a file of packed weights, which processes share: what NVFP4_memory_stats() says of
+     * #NVFP4_MEMORY_MAPPED once the model is loaded, but for the file's names and sums. Not in `weight_bytes`, and not in
+     * `peak_load_bytes`.
+     */
+    uint64_t mapped_bytes;
 } NVFP4_Plan;
 
 /** The work of a model since it was loaded, and what it holds now. Set `struct_size` before NVFP4_model_statistics(). */
