@@ -16,6 +16,7 @@ use super::chat_text::{ChatText, HostTemplates};
 use super::grammars::Grammars;
 use super::leased::Leased;
 use super::runner::{Generating, PassCounts, Runner, Work};
+use super::same_tokens::Alike;
 use super::saved::{self, PrefixCounts, RestoredPrefixes};
 use super::sequence::Sequence;
 use crate::base::Result;
@@ -97,6 +98,7 @@ pub struct Served {
     special: OnceLock<Vec<SpecialToken>>,
     grammars: Grammars,
     adapters: Adapters,
+    alike: Alike,
     /// Tokens that full contexts have evicted.
     evicted: AtomicU64,
     /// For weights that are trained: the lease that keeps their trainer out.
@@ -106,6 +108,13 @@ pub struct Served {
 impl std::fmt::Debug for Served {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Served({:?})", self.model)
+    }
+}
+
+/// Two names of one model in memory.
+impl PartialEq for Served {
+    fn eq(&self, other: &Served) -> bool {
+        std::ptr::eq(self, other)
     }
 }
 
@@ -199,6 +208,7 @@ impl Served {
             special: OnceLock::new(),
             grammars: Grammars::default(),
             adapters: Adapters::default(),
+            alike: Alike::default(),
             evicted: AtomicU64::new(0),
             leased,
         }))
@@ -251,6 +261,10 @@ impl Served {
     /// The adapters in memory, in the order in which they were loaded.
     pub fn loaded_adapters(&self) -> Vec<Arc<LoadedAdapter>> {
         self.adapters.loaded()
+    }
+
+    pub(super) fn alike(&self) -> &Alike {
+        &self.alike
     }
 
     pub(super) fn runner(&self) -> &Runner {
