@@ -295,7 +295,7 @@ fn drawn_tokens_have_the_probabilities_of_the_model() {
         (f64::from(count) - mean).powi(2) / mean
     });
     let statistic: f64 = terms.sum();
-    // Of 26 degrees of freedom, one in a thousand is larger. The seeds are always the same.
+    // The quantile 0.999 of 26 degrees of freedom. The seeds are always the same.
     println!("{statistic}");
     assert!(statistic < 54.05, "{statistic}: {counts:?}");
 }

@@ -1,6 +1,6 @@
-//! Drafted tokens of a generation: the model's drafter or a draft model guesses the next tokens, or they are looked up in the sequence itself,
-//! and one pass of the model verifies them. The tokens of a generation are those of one without drafts. [`Paces`](super::pace::Paces) decide how many are
-//! drafted at a time.
+//! Drafted tokens of a generation: the model's drafter or a draft model guesses the next tokens, or they are looked up in the sequence
+//! itself, and one pass of the model verifies them. The tokens of a generation are those of one without drafts.
+//! [`Paces`](super::pace::Paces) decide how many are drafted at a time.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
