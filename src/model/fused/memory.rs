@@ -116,7 +116,7 @@ impl Memory {
             tables: (0..sizes.groups)
                 .map(|_| scratch(bytes.table))
                 .collect::<Result<_>>()?,
-            best: Best::new(gpu, batch)?,
+            best: Best::new(gpu, head_rows.max(batch))?,
             draw: None,
             unfit: notes()?,
             overflow: notes()?,
@@ -189,6 +189,7 @@ impl Memory {
             if head_rows > self.head_rows {
                 let bytes = head_rows * sizes.vocab * 4;
                 self.logits = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?;
+                self.best = Best::new(gpu, head_rows.max(self.batch))?;
                 self.head_rows = head_rows;
             }
             return Ok(());

@@ -117,7 +117,12 @@ pub(in crate::model) fn working_bytes(
     device: ScratchDevice,
     room: Room,
 ) -> Result<Bytes> {
-    let Room { rows, batch, .. } = room;
+    let Room {
+        rows,
+        batch,
+        head_rows,
+        ..
+    } = room;
     let room = Room {
         pages: table_pages(room.pages),
         ..room
@@ -149,7 +154,7 @@ pub(in crate::model) fn working_bytes(
         sizes.groups * buffers.table,
         3 * buffers.notes,
         buffers.head_gate,
-        Best::bytes_of(batch),
+        Best::bytes_of(head_rows.max(batch)),
         DrawScratch::bytes_of(batch, sizes.vocab),
         sizes
             .recurrent
@@ -204,7 +209,12 @@ mod tests {
                 assert!(grown(|room| room.batch = 64) > 0, "{model_type}");
                 assert!(grown(|room| room.pages = 65) > 0, "{model_type}");
                 let logits = 12 * spec.vocab_size as u64 * 4;
-                assert_eq!(grown(|room| room.head_rows = 16), logits, "{model_type}");
+                let best = (Best::bytes_of(16) - Best::bytes_of(4)) as u64;
+                assert_eq!(
+                    grown(|room| room.head_rows = 16),
+                    logits + best,
+                    "{model_type}"
+                );
             }
         }
     }
