@@ -263,10 +263,6 @@ impl Served {
         self.adapters.loaded()
     }
 
-    pub(super) fn alike(&self) -> &Alike {
-        &self.alike
-    }
-
     pub(super) fn runner(&self) -> &Runner {
         &self.runner
     }
@@ -446,6 +442,23 @@ impl Served {
             &known,
         )?;
         Ok(self.special.get_or_init(|| found))
+    }
+
+    /// Fails unless `draft` can draft tokens for this model: each id that both tokenizers have must be the same text. Numbers of ids and of
+    /// rows may differ. Models of which one has no tokenizer must have equally many rows in their embeddings, and their ids are taken to mean
+    /// the same.
+    pub fn check_draft_model(&self, draft: &Served) -> Result<()> {
+        if let (Some(own), Some(drafts)) = (&self.tokenizer, &draft.tokenizer) {
+            return self.alike.check(own, drafts);
+        }
+        let (own, drafts) = (self.spec().vocab_size, draft.spec().vocab_size);
+        if own != drafts {
+            bail!(
+                InvalidArgument,
+                "the draft model has {drafts} tokens, and the model that it drafts for {own}; without both tokenizers the numbers must be equal"
+            );
+        }
+        Ok(())
     }
 
     /// Compiles a grammar for the model's tokens, of which those without a row in the embedding never come. The first call for a model also

@@ -3,13 +3,12 @@
 
 use std::sync::Arc;
 
-use super::SessionOptions;
 use super::options::MOST_DRAFTS;
 use super::sampler::Sampler;
 use crate::base::error::bail;
 use crate::base::{Error, Result, call, memory};
 use crate::engine::{NewTokens, Sequence, Served};
-use crate::model::{Output, Scratch, Wanted};
+use crate::model::{KvType, Output, Scratch, Wanted};
 
 /// Tokens behind a session that a step of drafts makes up for. More run before it, as a prompt.
 const FEW: usize = MOST_DRAFTS + 1;
@@ -22,11 +21,17 @@ pub(super) struct Companion {
 }
 
 impl Companion {
-    /// An empty sequence of `model`, whose tokens are those of the session's model, for a session with these options.
-    pub(super) fn new(model: &Arc<Served>, options: &SessionOptions) -> Result<Companion> {
-        let capacity = options.context.min(model.spec().max_positions);
-        let mut sequence = model.sequence(capacity, options.kv).map_err(of_draft)?;
-        sequence.set_sharing(!options.private);
+    /// An empty sequence of `model`, whose tokens are those of the session's model. It holds up to `context` tokens, fewer if the model was made
+    /// for fewer, and shares the beginnings of other sequences if it `shares`.
+    pub(super) fn new(
+        model: &Arc<Served>,
+        context: usize,
+        kind: KvType,
+        shares: bool,
+    ) -> Result<Companion> {
+        let capacity = context.min(model.spec().max_positions);
+        let mut sequence = model.sequence(capacity, kind).map_err(of_draft)?;
+        sequence.set_sharing(shares);
         Ok(Companion {
             model: model.clone(),
             sequence,

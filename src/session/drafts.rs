@@ -12,7 +12,7 @@ use super::companion::Companion;
 use super::lookup;
 use super::options::{GenerateOptions, MOST_DRAFTS};
 use super::pace::Source;
-use super::{Sampler, Session};
+use super::{Sampler, Session, SessionOptions};
 use crate::base::error::bail;
 use crate::base::{Result, call, memory};
 use crate::engine::{NewTokens, NextDrafts, Served};
@@ -26,6 +26,12 @@ const MOST_BY_MODEL: usize = 8;
 
 /// Numbers of tokens that a step drafts by a draft model, below the most. Few, because each is tried.
 const BY_MODEL: [usize; 4] = [0, 1, 2, 4];
+
+/// Numbers of tokens that a step drafts by prompt lookup, below the most, where passes are recorded: those of their rows.
+const LOOKED_UP_RECORDED: [usize; 2] = [0, 3];
+
+/// Numbers of tokens that a step drafts by a draft model, below the most, where passes are recorded.
+const BY_MODEL_RECORDED: [usize; 3] = [0, 1, 3];
 
 /// Numbers of tokens that a step drafts by prompt lookup, below the most. Few, because each is tried.
 const LOOKED_UP: [usize; 4] = [0, 2, 4, 8];
@@ -45,7 +51,7 @@ pub(super) struct Drafts {
     source: Source,
     /// Tokens drafted at a time at most; 0 for a generation without drafts.
     most: usize,
-    /// Whether the session's pace decides how many of the drafter's, rather than the caller.
+    /// Whether the session's pace decides how many, rather than the caller.
     adapts: bool,
     /// Tokens that were chosen and are not appended yet.
     ahead: VecDeque<u32>,
@@ -98,7 +104,13 @@ impl Session {
         self.paces.forget(Source::Model);
         if let Some(draft) = draft {
             self.model.check_draft_model(draft)?;
-            self.companion = Some(Companion::new(draft, &self.options)?);
+            let SessionOptions {
+                context,
+                kv,
+                private,
+                ..
+            } = self.options;
+            self.companion = Some(Companion::new(draft, context, kv, !private)?);
         }
         Ok(())
     }
@@ -124,7 +136,7 @@ impl Session {
                 Source::Lookup => options.prompt_lookup,
                 Source::Model => options.drafts.unwrap_or(MOST_BY_MODEL),
             },
-            adapts: options.drafts.is_none(),
+            adapts: options.drafts.is_none() || source == Source::Lookup,
             stops: [own, &options.stop_tokens].concat(),
             ..Drafts::default()
         }
@@ -156,6 +168,17 @@ impl Session {
 
     /// The number of tokens to draft in the next step, at most `most`, and the tokens themselves if they are looked up.
     fn planned(&mut self, drafts: &Drafts, most: usize) -> (usize, Option<Vec<u32>>) {
+        let recorded = self.model.recorded_drafts();
+        let few = match (drafts.source, recorded) {
+            (Source::Model, None) => &BY_MODEL[..],
+            (Source::Model, Some(_)) => &BY_MODEL_RECORDED,
+            (_, None) => &LOOKED_UP,
+            (_, Some(_)) => &LOOKED_UP_RECORDED,
+        };
+        let most = match drafts.adapts {
+            true => most.min(recorded.unwrap_or(most)),
+            false => most,
+        };
         let pace = self.paces.of(drafts.source);
         match drafts.source {
             Source::Drafter if drafts.adapts => {
@@ -166,7 +189,7 @@ impl Session {
                 let room = |companion: &Companion| companion.room_after(self.tokens.len());
                 let most = most.min(self.companion.as_ref().map_or(0, room));
                 let count = match drafts.adapts {
-                    true => pace.count(&up_to(most, &BY_MODEL)),
+                    true => pace.count(&up_to(most, few)),
                     false => most,
                 };
                 (count, None)
@@ -175,7 +198,7 @@ impl Session {
             Source::Lookup => {
                 let mut found = lookup::continuation(&self.tokens, most);
                 if !found.is_empty() {
-                    found.truncate(pace.count(&up_to(most, &LOOKED_UP)));
+                    found.truncate(pace.count(&up_to(most, few)));
                 }
                 (found.len(), Some(found))
             }

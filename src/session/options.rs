@@ -63,7 +63,7 @@ pub struct GenerateOptions {
     /// A model with the same tokens that guesses them: a smaller one, on any device. The session runs its own tokens through it too, from the
     /// first step that drafts, and keeps its keys and values until a generation without it. Fails for a model with other tokens, see
     /// [`Served::check_draft_model`]. The model's own drafter guesses nothing then. How many tokens are drafted follows from what has been
-    /// fastest, up to 8, or is the number of `drafts`. Not together with `prompt_lookup`.
+    /// fastest, up to 8, on a GPU 7, or is the number of `drafts`. Not together with `prompt_lookup`.
     ///
     /// Without memory for the draft model's keys and values, or with a token that it does not have, the generation goes on without drafts and
     /// logs a warning. Another fault of the draft model ends the generation with an error.

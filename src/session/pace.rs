@@ -46,7 +46,7 @@ impl Paces {
     }
 }
 
-/// The number of drafted tokens by which a session has been fastest, of some. Each is tried once, and twice if it is none or took
+/// The number of drafted tokens by which a session has been fastest, of some. Each that may pay is tried once, and twice if it is none or took
 /// suspiciously long: the first step of a kind may record a pass. Then the one is taken with the most tokens a second: the tokens that a step
 /// with it gives on average by the share of drafted tokens that were right, over the running mean of the measured times of its steps. Every
 /// [`RETRY`] steps the next number is tried again, so that drafts that do not pay cost little, and begin again when they do.
@@ -67,7 +67,8 @@ impl Pace {
     /// The number of tokens to draft in the next step, one of `numbers`, which rise.
     pub(super) fn count(&mut self, numbers: &[usize]) -> usize {
         self.steps += 1;
-        let untried = numbers.iter().find(|count| self.is_untried(**count));
+        let mut untried = numbers.iter().filter(|count| self.is_untried(**count));
+        let untried = untried.find(|count| self.may_pay(numbers, **count));
         if let Some(count) = untried {
             return *count;
         }
@@ -92,6 +93,18 @@ impl Pace {
             (Some(first), Some(step)) if count > 0 => first > SLOW * step * (count + 1) as f64,
             _ => true,
         }
+    }
+
+    /// Whether `count` drafted tokens would be the fastest number if a step took no longer than with fewer of `numbers`.
+    fn may_pay(&self, numbers: &[usize], count: usize) -> bool {
+        let tried = |count: &usize| self.seconds[*count].map(|seconds| (*count, seconds));
+        let fewer = numbers.iter().take_while(|fewer| **fewer < count);
+        let least = fewer.filter_map(tried).map(|(_, s)| s).fold(0.0, f64::max);
+        let speeds = numbers.iter().filter_map(tried);
+        let fastest = speeds
+            .map(|(count, s)| self.tokens(count) / s)
+            .fold(0.0, f64::max);
+        self.tokens(count) > fastest * least
     }
 
     /// The tokens that a step with `count` drafted ones gives on average.
@@ -169,7 +182,11 @@ mod tests {
 
     #[test]
     fn steps_that_do_something_once_do_not_decide() {
-        for (share_right, each, fastest) in [(90, 0.1, 3), (2, 1.0, 0)] {
+        for (share_right, each, tries, fastest) in [
+            (90, 0.1, &[0, 0, 1, 1, 2, 2, 3, 3][..], 3),
+            // More than one drafted token cannot pay.
+            (2, 1.0, &[0, 0, 1, 1], 0),
+        ] {
             let mut seen = [false; 4];
             let seconds = |count: usize| {
                 let once = if seen[count] { 0.0 } else { 100.0 };
@@ -177,8 +194,9 @@ mod tests {
                 once + 1.0 + each * count as f64
             };
             let counts = drafted(&mut Pace::default(), 63, share_right, seconds);
-            assert_eq!(counts[..8], [0, 0, 1, 1, 2, 2, 3, 3]);
-            assert_eq!(share(&counts[8..], fastest), 1.0, "{counts:?}");
+            let (tried, others) = counts.split_at(tries.len());
+            assert_eq!(tried, tries);
+            assert_eq!(share(others, fastest), 1.0, "{counts:?}");
         }
     }
 
