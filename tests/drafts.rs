@@ -20,7 +20,7 @@ use NVFP4::session::{
     ChatOptions, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Piece,
     SamplingOptions, Session, SessionOptions, step,
 };
-use common::drafters::{Guess, made};
+use common::drafters::{Guess, drawn, greedy, logits, made, session};
 use common::{
     Copy, DEVICE_CASES, GEMMA4_CASES, MAMBA_CASES, RECURRENT_CASES, cases, expect_kind, golden,
     load, load_gguf, options, some_tokens, windows,
@@ -123,31 +123,6 @@ fn served(dir: &Copy) -> Arc<Served> {
     Served::load(&dir.0, &options()).unwrap()
 }
 
-fn greedy(max_tokens: usize) -> GenerateOptions {
-    GenerateOptions {
-        max_tokens,
-        sampling: SamplingOptions {
-            seed: Some(1),
-            ..SamplingOptions::default()
-        },
-        ignore_model_stops: true,
-        ..GenerateOptions::default()
-    }
-}
-
-fn drawn(max_tokens: usize) -> GenerateOptions {
-    GenerateOptions {
-        sampling: SamplingOptions {
-            temperature: 1.2,
-            top_k: 40,
-            repetition_penalty: 1.1,
-            seed: Some(5),
-            ..SamplingOptions::default()
-        },
-        ..greedy(max_tokens)
-    }
-}
-
 fn with(options: &GenerateOptions, drafting: Drafting) -> GenerateOptions {
     let (drafts, prompt_lookup) = match drafting {
         Drafting::None => (Some(0), 0),
@@ -160,22 +135,6 @@ fn with(options: &GenerateOptions, drafting: Drafting) -> GenerateOptions {
         prompt_lookup,
         ..options.clone()
     }
-}
-
-fn session(model: &Arc<Served>, context: usize) -> Session {
-    let options = SessionOptions {
-        context,
-        // Sessions that are compared share nothing.
-        private: true,
-        ..SessionOptions::default()
-    };
-    Session::new(model.clone(), &options).unwrap()
-}
-
-/// Bit by bit.
-fn logits(session: &mut Session) -> Vec<u32> {
-    let logits = session.logits().unwrap();
-    logits.iter().map(|x| x.to_bits()).collect()
 }
 
 /// Generates in both sessions, without drafts in the first, and compares what comes of it. Returns the generation with drafts.

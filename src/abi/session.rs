@@ -286,8 +286,8 @@ pub struct NVFP4_GenerateOptions {
     /// 0.
     pub log_probabilities: i32,
     /// The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
-    /// number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0,
-    /// which drafts if the model has a drafter, while that is faster.
+    /// number is refused for a model without a drafter, unless there is a `draft_model`. The generated tokens are the same, on a GPU but
+    /// for rounding. Default: 0, which drafts if the model has a drafter, while that is faster.
     pub drafts: i32,
     /// The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window. With 0 a prompt
     /// is run and nothing is generated.
@@ -344,12 +344,21 @@ pub struct NVFP4_GenerateOptions {
     pub logits_processor: NVFP4_LogitsProcessor,
     /// `user` of `logits_processor`.
     pub logits_user: *mut c_void,
+    /// A smaller model with the same tokenizer, on any device, that guesses tokens for one pass of the session's model to verify. A step
+    /// guesses as many as have been fastest, up to 8 and possibly none, or as many as `drafts` says, none for -1. The generated tokens are the
+    /// same, on a GPU but for rounding unless the session's model is `deterministic`. The session's tokens run through the draft model too. The
+    /// session keeps their keys and values there, which the draft model's statistics count, and the draft model itself, until a generation
+    /// without it or with another one; the host may release it meanwhile. The drafter of the session's model guesses nothing then. Not
+    /// together with `prompt_lookup`. NVFP4_INVALID_ARGUMENT if a token has another text in the draft model, or if one of the two has no
+    /// tokenizer and their vocabularies differ in size. Without memory for its keys and values the generation goes on without drafts and
+    /// logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
+    pub draft_model: *const NVFP4_Model,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerateOptions {
     const NAME: &'static str = "NVFP4_GenerateOptions";
-    const EARLIER: &'static [usize] = &[104, 120];
+    const EARLIER: &'static [usize] = &[104, 120, 200];
     fn defaults() -> Self {
         let defaults = GenerateOptions::default();
         NVFP4_GenerateOptions {
@@ -385,6 +394,7 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             prompt_lookup: 0,
             logits_processor: None,
             logits_user: std::ptr::null_mut(),
+            draft_model: std::ptr::null(),
         }
     }
 }
@@ -431,6 +441,10 @@ impl NVFP4_GenerateOptions {
                 ),
             },
             prompt_lookup: self.prompt_lookup,
+            draft_model: match self.draft_model.is_null() {
+                true => None,
+                false => Some(handle::get::<Served>("draft_model", self.draft_model)?),
+            },
             grammar: match self.grammar.is_null() {
                 true => None,
                 false => Some(handle::get::<Grammar>("grammar", self.grammar)?),
@@ -572,7 +586,7 @@ pub struct NVFP4_GenerationResult {
     /// Tokens of `prompt_tokens` that did not run, since their keys and values were held already: by the session, or as the prefix of another
     /// prompt.
     pub cached_tokens: usize,
-    /// Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options.
+    /// Tokens that a drafter, a lookup or a draft model proposed: see `drafts`, `prompt_lookup` and `draft_model` of the options.
     pub drafted_tokens: usize,
     /// Proposed tokens that the model itself chose, each of which saved a step.
     pub accepted_tokens: usize,

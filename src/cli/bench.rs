@@ -3,12 +3,15 @@
 
 mod serve;
 
+use std::ffi::OsString;
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::time::Instant;
 
 use NVFP4::base::Result;
 use NVFP4::base::error::bail;
 use NVFP4::base::memory::{self, Tag};
+use NVFP4::engine::Served;
 use NVFP4::format::random;
 use NVFP4::model::{Activations, Device, KvType};
 use NVFP4::session::{
@@ -42,9 +45,16 @@ pub(super) struct Args {
     /// Decode after one token instead of after the prompt
     #[arg(long)]
     decode_from_empty: bool,
-    /// Draft this many tokens a step at most, for one sequence of a model with a drafter; without this, decoding drafts none
+    /// Draft this many tokens a step at most, for one sequence of a model with a drafter or with --draft-model; without either, decoding
+    /// drafts none
     #[arg(long)]
     drafts: Option<usize>,
+    /// Draft by prompt lookup, at most this many tokens a step, for one sequence: the text that follows the prompt repeats itself or does not
+    #[arg(long, default_value_t = 0, conflicts_with_all = ["serve", "drafts", "draft_model"])]
+    prompt_lookup: usize,
+    /// Draft by this model, loaded on the same device, for one sequence; without --drafts as many tokens as are fastest
+    #[arg(long, value_name = "MODEL", conflicts_with = "serve")]
+    draft_model: Option<OsString>,
     /// Serve requests that arrive at this rate a second, by a Poisson process, or `all` at once: measures the time to the first token and
     /// between tokens. `--prompt-tokens` and `--gen-tokens` are then the lengths of each request
     #[arg(long, value_name = "RATE|all", value_parser = serve::arrivals, conflicts_with_all = ["adapter", "batch", "runs", "warmup", "decode_from_empty"])]
@@ -109,6 +119,12 @@ struct Sample {
     drafts: DraftCounts,
 }
 
+impl Args {
+    fn has_drafts(&self) -> bool {
+        self.drafts.is_some() || self.draft_model.is_some() || self.prompt_lookup > 0
+    }
+}
+
 pub(super) fn run(args: &Args) -> Result<()> {
     for (name, value) in [
         ("--prompt-tokens", args.prompt_tokens),
@@ -133,15 +149,15 @@ pub(super) fn run(args: &Args) -> Result<()> {
             json: args.json,
         });
     }
-    if args.drafts.is_some() && args.batch > 1 {
+    if args.has_drafts() && args.batch > 1 {
         bail!(
             InvalidArgument,
-            "--drafts with --batch {}; drafts are measured with one sequence",
+            "drafts with --batch {}; they are measured with one sequence",
             args.batch
         );
     }
     let start = Instant::now();
-    let model = args.model.load()?;
+    let (model, draft) = args.model.load_beside(args.draft_model.as_deref())?;
     model::warn_of_template(&model);
     let load_seconds = start.elapsed().as_secs_f64();
     let options = SessionOptions {
@@ -158,7 +174,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let mut sessions = (0..args.batch)
         .map(|_| {
             let mut session = Session::new(model.clone(), &options)?;
-            session.set_drafts(args.drafts.is_some_and(|most| most > 0))?;
+            session.set_drafts(draft.is_none() && args.drafts.is_some_and(|most| most > 0))?;
             Ok(session)
         })
         .collect::<Result<Vec<_>>>()?;
@@ -175,7 +191,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let bar = output::count_bar("measuring", rounds as u64);
     let mut samples = Vec::new();
     for i in 0..rounds {
-        let sample = measure(&mut sessions, &prompts, args)?;
+        let sample = measure(&mut sessions, &prompts, draft.as_ref(), args)?;
         if i >= args.warmup {
             samples.push(sample);
         }
@@ -242,7 +258,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         bandwidth,
         roofline: steps * read / bandwidth,
         load_seconds,
-        drafts: args.drafts.map(|_| DraftCounts {
+        drafts: args.has_drafts().then(|| DraftCounts {
             drafted: samples.iter().map(|s| s.drafts.drafted).sum(),
             accepted: samples.iter().map(|s| s.drafts.accepted).sum(),
         }),
@@ -275,7 +291,12 @@ pub(super) fn run(args: &Args) -> Result<()> {
     ))
 }
 
-fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Result<Sample> {
+fn measure(
+    sessions: &mut [Session],
+    prompts: &[Vec<u32>],
+    draft: Option<&Arc<Served>>,
+    args: &Args,
+) -> Result<Sample> {
     let mut prefill = 0.0;
     let mut first_token = 0.0;
     let mut next = Vec::with_capacity(sessions.len());
@@ -293,12 +314,14 @@ fn measure(sessions: &mut [Session], prompts: &[Vec<u32>], args: &Args) -> Resul
     let n = sessions.len() as f64;
     let mut drafts = DraftCounts::default();
     let start = Instant::now();
-    match (args.drafts, &mut *sessions) {
-        (Some(_), [session]) => {
+    match &mut *sessions {
+        [session] if args.has_drafts() => {
             let options = GenerateOptions {
                 max_tokens: args.gen_tokens,
                 ignore_model_stops: true,
                 drafts: args.drafts,
+                draft_model: draft.cloned(),
+                prompt_lookup: args.prompt_lookup,
                 ..GenerateOptions::default()
             };
             let answer = session.generate(&options, &mut |_| ControlFlow::Continue(()))?;

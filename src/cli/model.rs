@@ -196,6 +196,20 @@ impl ModelArgs {
         })
     }
 
+    /// Loads it, and another model on the same device if one is named.
+    pub(super) fn load_beside(
+        &self,
+        other: Option<&OsStr>,
+    ) -> Result<(Arc<Served>, Option<Arc<Served>>)> {
+        match other {
+            None => Ok((self.load()?, None)),
+            Some(other) => {
+                let (model, other) = self.load_both(other)?;
+                Ok((model, Some(other)))
+            }
+        }
+    }
+
     /// Loads a second model on the same device.
     pub(super) fn load_both(&self, other: &OsStr) -> Result<(Arc<Served>, Arc<Served>)> {
         let (path, other) = (resolve(&self.model)?, resolve(other)?);

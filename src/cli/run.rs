@@ -57,7 +57,7 @@ enum Question {
 
 pub(super) fn run(args: &Args) -> Result<()> {
     let question = args.question()?;
-    let model = args.model.load()?;
+    let (model, draft) = (args.model).load_beside(args.sampling.draft_model.as_deref())?;
     let mut session = Session::new(
         model.clone(),
         &SessionOptions {
@@ -69,7 +69,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
             ..SessionOptions::default()
         },
     )?;
-    let options = args.sampling.options(&model)?;
+    let options = args.sampling.options(&model, draft)?;
     if std::io::stderr().is_terminal() {
         let sampling = sampling::described(&options.sampling, &model);
         eprintln!("sampling: {sampling}");

@@ -1,6 +1,8 @@
 //! Arguments of `run` and `chat` for sampling, for the form of an answer and for its end.
 
+use std::ffi::OsString;
 use std::fmt::Write as _;
+use std::sync::Arc;
 
 use NVFP4::base::Result;
 use NVFP4::engine::Served;
@@ -46,6 +48,10 @@ pub(super) struct SamplingArgs {
     /// the answer quotes the prompt. The answer is the same, on a GPU but for rounding
     #[arg(long, default_value_t = 0)]
     prompt_lookup: usize,
+    /// A smaller model with the same tokenizer, loaded on the same device, that guesses tokens for the model to verify, while that is faster;
+    /// with --drafts N a step guesses N tokens. The answer is the same, on a GPU but for rounding
+    #[arg(long, value_name = "MODEL", conflicts_with = "prompt_lookup")]
+    pub(super) draft_model: Option<OsString>,
     /// Compute every token from the whole sequence, without the KV cache, for comparison
     #[arg(long)]
     replay: bool,
@@ -54,8 +60,12 @@ pub(super) struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// The given options, completed by the model's recommended settings.
-    pub(super) fn options(&self, model: &Served) -> Result<GenerateOptions> {
+    /// The given options, completed by the model's recommended settings, with `draft` as the draft model.
+    pub(super) fn options(
+        &self,
+        model: &Served,
+        draft: Option<Arc<Served>>,
+    ) -> Result<GenerateOptions> {
         let own = model.sampling();
         let mut options = GenerateOptions {
             max_tokens: self.max_tokens.unwrap_or(usize::MAX),
@@ -72,6 +82,7 @@ impl SamplingArgs {
             replay: self.replay,
             drafts: self.drafts,
             prompt_lookup: self.prompt_lookup,
+            draft_model: draft,
             ..GenerateOptions::default()
         };
         self.grammar.add_to(&mut options, model)?;

@@ -13,6 +13,7 @@ mod pools;
 mod prefix;
 mod run;
 mod runner;
+mod same_tokens;
 mod saved;
 mod schedule;
 mod sequence;

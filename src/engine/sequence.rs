@@ -201,6 +201,11 @@ impl Sequence {
         self.tokens.is_empty()
     }
 
+    /// The tokens of the positions held.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
     /// Number of positions for which there is room in total.
     pub fn capacity(&self) -> usize {
         self.capacity

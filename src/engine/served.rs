@@ -16,6 +16,7 @@ use super::chat_text::{ChatText, HostTemplates};
 use super::grammars::Grammars;
 use super::leased::Leased;
 use super::runner::{Generating, PassCounts, Runner, Work};
+use super::same_tokens::Alike;
 use super::saved::{self, PrefixCounts, RestoredPrefixes};
 use super::sequence::Sequence;
 use crate::base::Result;
@@ -97,6 +98,7 @@ pub struct Served {
     special: OnceLock<Vec<SpecialToken>>,
     grammars: Grammars,
     adapters: Adapters,
+    alike: Alike,
     /// Tokens that full contexts have evicted.
     evicted: AtomicU64,
     /// For weights that are trained: the lease that keeps their trainer out.
@@ -106,6 +108,13 @@ pub struct Served {
 impl std::fmt::Debug for Served {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Served({:?})", self.model)
+    }
+}
+
+/// Two names of one model in memory.
+impl PartialEq for Served {
+    fn eq(&self, other: &Served) -> bool {
+        std::ptr::eq(self, other)
     }
 }
 
@@ -199,6 +208,7 @@ impl Served {
             special: OnceLock::new(),
             grammars: Grammars::default(),
             adapters: Adapters::default(),
+            alike: Alike::default(),
             evicted: AtomicU64::new(0),
             leased,
         }))
@@ -432,6 +442,23 @@ impl Served {
             &known,
         )?;
         Ok(self.special.get_or_init(|| found))
+    }
+
+    /// Fails unless `draft` can draft tokens for this model: each id that both tokenizers have must be the same text. Numbers of ids and of
+    /// rows may differ. Models of which one has no tokenizer must have equally many rows in their embeddings, and their ids are taken to mean
+    /// the same.
+    pub fn check_draft_model(&self, draft: &Served) -> Result<()> {
+        if let (Some(own), Some(drafts)) = (&self.tokenizer, &draft.tokenizer) {
+            return self.alike.check(own, drafts);
+        }
+        let (own, drafts) = (self.spec().vocab_size, draft.spec().vocab_size);
+        if own != drafts {
+            bail!(
+                InvalidArgument,
+                "the draft model has {drafts} tokens, and the model that it drafts for {own}; without both tokenizers the numbers must be equal"
+            );
+        }
+        Ok(())
     }
 
     /// Compiles a grammar for the model's tokens, of which those without a row in the embedding never come. The first call for a model also

@@ -55,6 +55,13 @@ impl Model {
         }
     }
 
+    /// Most drafted tokens of a sequence that a recorded pass verifies, on a GPU. More take a pass like a prompt's, which takes as long as
+    /// several steps. `None` on the CPU, where no pass is recorded.
+    pub fn recorded_drafts(&self) -> Option<usize> {
+        let is_recorded = self.device().is_cuda();
+        is_recorded.then_some(fused::MOST_VERIFIED - 1)
+    }
+
     /// Fails unless [`Model::has_drafter`].
     pub fn check_drafter(&self) -> Result<()> {
         self.drafter(&self.weights()).map(|_| ())

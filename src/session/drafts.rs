@@ -1,23 +1,37 @@
-//! Drafted tokens of a generation: the model's drafter guesses the next tokens, or they are looked up in the sequence itself, and one pass of
-//! the model verifies them. The tokens of a generation are those of one without drafts. [`Paces`](super::pace::Paces) decide how many are
-//! drafted at a time.
+//! Drafted tokens of a generation: the model's drafter or a draft model guesses the next tokens, or they are looked up in the sequence
+//! itself, and one pass of the model verifies them. The tokens of a generation are those of one without drafts.
+//! [`Paces`](super::pace::Paces) decide how many are drafted at a time.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde::Serialize;
 
+use super::companion::Companion;
 use super::lookup;
 use super::options::{GenerateOptions, MOST_DRAFTS};
 use super::pace::Source;
-use super::{Sampler, Session};
+use super::{Sampler, Session, SessionOptions};
 use crate::base::error::bail;
 use crate::base::{Result, call, memory};
-use crate::engine::{NewTokens, NextDrafts};
+use crate::engine::{NewTokens, NextDrafts, Served};
 use crate::model::{Output, Verification, Wanted};
 
-/// Tokens that a step drafts at most where options do not say.
+/// Tokens that a step drafts by the drafter at most where options do not say.
 const MOST_ADAPTED: usize = 3;
+
+/// Tokens that a step drafts by a draft model at most where options do not say.
+const MOST_BY_MODEL: usize = 8;
+
+/// Numbers of tokens that a step drafts by a draft model, below the most. Few, because each is tried.
+const BY_MODEL: [usize; 4] = [0, 1, 2, 4];
+
+/// Numbers of tokens that a step drafts by prompt lookup, below the most, where passes are recorded: those of their rows.
+const LOOKED_UP_RECORDED: [usize; 2] = [0, 3];
+
+/// Numbers of tokens that a step drafts by a draft model, below the most, where passes are recorded.
+const BY_MODEL_RECORDED: [usize; 3] = [0, 1, 3];
 
 /// Numbers of tokens that a step drafts by prompt lookup, below the most. Few, because each is tried.
 const LOOKED_UP: [usize; 4] = [0, 2, 4, 8];
@@ -37,7 +51,7 @@ pub(super) struct Drafts {
     source: Source,
     /// Tokens drafted at a time at most; 0 for a generation without drafts.
     most: usize,
-    /// Whether the session's pace decides how many of the drafter's, rather than the caller.
+    /// Whether the session's pace decides how many, rather than the caller.
     adapts: bool,
     /// Tokens that were chosen and are not appended yet.
     ahead: VecDeque<u32>,
@@ -65,23 +79,48 @@ impl Session {
 
     /// Lets the drafter follow the session if the generation to come drafts.
     pub(super) fn follow_drafts(&mut self, options: &GenerateOptions) -> Result<()> {
-        match options.drafts {
-            None if options.prompt_lookup > 0 => self.set_drafts(false),
-            None => self.set_drafts(self.model.has_drafter()),
-            Some(0) => self.set_drafts(false),
-            Some(most) if most > MOST_DRAFTS => bail!(
+        if let Some(most) = options.drafts.filter(|most| *most > MOST_DRAFTS) {
+            bail!(
                 InvalidArgument,
                 "{most} drafted tokens in a step; expected at most {MOST_DRAFTS}"
-            ),
-            Some(_) => self.set_drafts(true),
+            );
         }
+        self.set_draft_model(options.draft_model.as_ref())?;
+        let by_drafter = options.prompt_lookup == 0 && options.draft_model.is_none();
+        match options.drafts {
+            None => self.set_drafts(by_drafter && self.model.has_drafter()),
+            Some(0) => self.set_drafts(false),
+            Some(_) => self.set_drafts(options.draft_model.is_none()),
+        }
+    }
+
+    /// Makes an empty sequence of a draft model, unless the session has one of it, and drops that of another.
+    fn set_draft_model(&mut self, draft: Option<&Arc<Served>>) -> Result<()> {
+        let own = self.companion.as_ref().map(Companion::model);
+        if own == draft {
+            return Ok(());
+        }
+        self.companion = None;
+        self.paces.forget(Source::Model);
+        if let Some(draft) = draft {
+            self.model.check_draft_model(draft)?;
+            let SessionOptions {
+                context,
+                kv,
+                private,
+                ..
+            } = self.options;
+            self.companion = Some(Companion::new(draft, context, kv, !private)?);
+        }
+        Ok(())
     }
 
     /// The drafts of a generation with these options.
     pub(super) fn drafts_of(&self, options: &GenerateOptions) -> Drafts {
-        let source = match options.prompt_lookup {
-            0 => Source::Drafter,
-            _ => Source::Lookup,
+        let source = match (&options.draft_model, options.prompt_lookup) {
+            (Some(_), _) => Source::Model,
+            (None, 0) => Source::Drafter,
+            (None, _) => Source::Lookup,
         };
         if source == Source::Drafter && !self.cache.drafts() || options.needs_logits() {
             return Drafts::default();
@@ -90,14 +129,14 @@ impl Session {
             true => &[],
             false => self.model.stop_tokens(),
         };
-        let of_drafter = options.drafts.unwrap_or(MOST_ADAPTED);
         Drafts {
             source,
             most: match source {
-                Source::Drafter => of_drafter,
+                Source::Drafter => options.drafts.unwrap_or(MOST_ADAPTED),
                 Source::Lookup => options.prompt_lookup,
+                Source::Model => options.drafts.unwrap_or(MOST_BY_MODEL),
             },
-            adapts: options.drafts.is_none(),
+            adapts: options.drafts.is_none() || source == Source::Lookup,
             stops: [own, &options.stop_tokens].concat(),
             ..Drafts::default()
         }
@@ -129,19 +168,37 @@ impl Session {
 
     /// The number of tokens to draft in the next step, at most `most`, and the tokens themselves if they are looked up.
     fn planned(&mut self, drafts: &Drafts, most: usize) -> (usize, Option<Vec<u32>>) {
+        let recorded = self.model.recorded_drafts();
+        let few = match (drafts.source, recorded) {
+            (Source::Model, None) => &BY_MODEL[..],
+            (Source::Model, Some(_)) => &BY_MODEL_RECORDED,
+            (_, None) => &LOOKED_UP,
+            (_, Some(_)) => &LOOKED_UP_RECORDED,
+        };
+        let most = match drafts.adapts {
+            true => most.min(recorded.unwrap_or(most)),
+            false => most,
+        };
         let pace = self.paces.of(drafts.source);
         match drafts.source {
             Source::Drafter if drafts.adapts => {
                 let numbers: Vec<usize> = (0..=most).collect();
                 (pace.count(&numbers), None)
             }
+            Source::Model => {
+                let room = |companion: &Companion| companion.room_after(self.tokens.len());
+                let most = most.min(self.companion.as_ref().map_or(0, room));
+                let count = match drafts.adapts {
+                    true => pace.count(&up_to(most, few)),
+                    false => most,
+                };
+                (count, None)
+            }
             Source::Drafter => (most, None),
             Source::Lookup => {
                 let mut found = lookup::continuation(&self.tokens, most);
                 if !found.is_empty() {
-                    let few = LOOKED_UP.into_iter().filter(|count| *count < most);
-                    let numbers: Vec<usize> = few.chain([most]).collect();
-                    found.truncate(pace.count(&numbers));
+                    found.truncate(pace.count(&up_to(most, few)));
                 }
                 (found.len(), Some(found))
             }
@@ -173,15 +230,28 @@ impl Session {
         count: usize,
         found: Option<Vec<u32>>,
     ) -> Result<()> {
-        let start = Instant::now();
         let len = self.tokens.len();
-        let chosen = self.chosen_with_drafts(sampler, &drafts.stops, count, found);
+        let mut start = Instant::now();
+        let chosen = match (drafts.source, &mut self.companion) {
+            (Source::Model, Some(companion)) => companion.follow(&self.tokens),
+            _ => Ok(true),
+        };
+        if let Ok(false) = chosen {
+            drafts.most = 0;
+            return Ok(());
+        }
+        let chosen = chosen.and_then(|_| {
+            // Tokens that a draft model had yet to run say nothing of the steps to come.
+            start = Instant::now();
+            self.chosen_with_drafts(sampler, drafts, count, found)
+        });
         let drafted = self.tokens.len() - len;
         self.tokens.truncate(len);
         let chosen = match chosen {
             Err(e) if e.kind().is_lack_of_memory() => {
                 tracing::warn!("the generation goes on without drafts: {e}");
                 drafts.most = 0;
+                self.companion = None;
                 return Ok(());
             }
             chosen => chosen?,
@@ -205,14 +275,18 @@ impl Session {
     fn chosen_with_drafts(
         &mut self,
         sampler: &Sampler,
-        stops: &[u32],
+        drafts: &Drafts,
         count: usize,
         found: Option<Vec<u32>>,
     ) -> Result<Vec<u32>> {
         let (cache, scratch) = (&mut self.cache, &mut self.scratch);
-        let drafted = match found {
-            Some(found) => found,
-            None => {
+        let drafted = match (found, drafts.source, &mut self.companion) {
+            (Some(found), ..) => found,
+            (None, Source::Model, Some(companion)) => {
+                let vocabulary = self.model.spec().vocab_size;
+                companion.draft(&mut self.tokens, sampler, count, vocabulary)?
+            }
+            _ => {
                 let work = &mut [NextDrafts {
                     sequence: cache,
                     choice: sampler.choice(&self.tokens),
@@ -232,7 +306,7 @@ impl Session {
             sequence: &mut self.cache,
             wanted: Wanted::Verified(Verification {
                 choice: sampler.choice(&self.tokens),
-                stops,
+                stops: &drafts.stops,
             }),
         };
         let mut logits = Vec::new();
@@ -242,4 +316,10 @@ impl Session {
             other => bail!(Internal, "{other:?} in the place of verified tokens"),
         }
     }
+}
+
+/// Numbers to choose from: `few` as far as they are below `most`, and `most`.
+fn up_to(most: usize, few: &[usize]) -> Vec<usize> {
+    let below = few.iter().copied().filter(|count| *count < most);
+    below.chain([most]).collect()
 }

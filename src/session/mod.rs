@@ -9,6 +9,7 @@ mod adjustments;
 mod answer;
 mod batch;
 mod chat;
+mod companion;
 mod constraint;
 mod conversation;
 mod drafts;
@@ -59,6 +60,7 @@ pub use timings::Timings;
 pub use transcript::Transcript;
 
 use adjustments::Adjuster;
+use companion::Companion;
 use conversation::{Conversation, Plan};
 use next::Next;
 use pace::Paces;
@@ -157,6 +159,8 @@ pub struct Session {
     seed: u64,
     /// How many tokens it drafts at a time.
     paces: Paces,
+    /// The sequence of the draft model of its last generation.
+    companion: Option<Companion>,
     /// The session before the current call, which it goes back to if that fails.
     before: Option<Saved>,
     forks: Arc<Forks<Session>>,
@@ -211,6 +215,7 @@ impl Session {
             conversation: Conversation::default(),
             seed: sampler::new_seed(),
             paces: Paces::default(),
+            companion: None,
             before: None,
             forks: Arc::default(),
             choice: None,
@@ -366,6 +371,7 @@ impl Session {
         let bytes = size_of_val(&*self.tokens)
             + self.next.logits().map_or(0, size_of_val)
             + self.cache.table_bytes()
+            + self.companion.as_ref().map_or(0, Companion::table_bytes)
             + self.text_bytes();
         let _copies = alloc::Budget::copies(bytes).set_aside()?;
         let mut fork = Session::new(self.model.clone(), &self.options)?;
@@ -378,6 +384,7 @@ impl Session {
         fork.next.clone_from(&self.next);
         fork.conversation = self.conversation.clone();
         fork.paces = self.paces.clone();
+        fork.companion = self.companion.clone();
         Ok(fork)
     }
 
@@ -495,6 +502,12 @@ impl Session {
     /// After a refusal of memory: gives blocks up to other generations and waits until they fit again. Returns false if none will.
     fn makes_way(&mut self) -> Result<bool> {
         if self.forget_outdated() {
+            return Ok(true);
+        }
+        if self.companion.take().is_some() {
+            tracing::warn!(
+                "without memory for more tokens, the generation goes on without its draft model"
+            );
             return Ok(true);
         }
         // Dropping positions that the sequence before the call holds frees nothing.

@@ -50,6 +50,8 @@ pub struct GenerateOptions {
     /// Most tokens that the model's drafter guesses in a step, up to [`MOST_DRAFTS`]; one pass of the model verifies them. 0 drafts none.
     /// The default, `None`, drafts if the model has a drafter, while that is faster. A number is refused for a model without a drafter. A generation with [`replay`](Self::replay) or [`top_log_probabilities`](Self::top_log_probabilities) drafts nothing.
     ///
+    /// With a [`draft_model`](Self::draft_model) it is that which guesses.
+    ///
     /// A generation has the same tokens with drafts and without, greedy or sampled: each is a function of its logits and of the number of
     /// its draw, which counts positions, and the logits of verified tokens have the bits of steps of one token. This is stronger than the
     /// same distribution.
@@ -58,6 +60,14 @@ pub struct GenerateOptions {
     /// before, those that followed there. One pass of the model verifies them, as it does the drafter's, which drafts nothing then. How many
     /// are drafted follows from what has been fastest. 0, the default, looks nothing up. Not together with a number of `drafts`.
     pub prompt_lookup: usize,
+    /// A model with the same tokens that guesses them: a smaller one, on any device. The session runs its own tokens through it too, from the
+    /// first step that drafts, and keeps its keys and values until a generation without it. Fails for a model with other tokens, see
+    /// [`Served::check_draft_model`]. The model's own drafter guesses nothing then. How many tokens are drafted follows from what has been
+    /// fastest, up to 8, on a GPU 7, or is the number of `drafts`. Not together with `prompt_lookup`.
+    ///
+    /// Without memory for the draft model's keys and values, or with a token that it does not have, the generation goes on without drafts and
+    /// logs a warning. Another fault of the draft model ends the generation with an error.
+    pub draft_model: Option<Arc<Served>>,
     /// Holds the text to a grammar, in a chat the content of the answer. Tokens that the grammar forces are appended without a choice and run
     /// together with what follows. The model's stop tokens, and those of the options, are chosen only where the text may end, and the
     /// generation ends as [`Finish::Stop`] where nothing can follow. One that ends otherwise may leave a text that does not fit.
@@ -84,6 +94,7 @@ impl Default for GenerateOptions {
             top_log_probabilities: None,
             drafts: None,
             prompt_lookup: 0,
+            draft_model: None,
             grammar: None,
             tool_calls: ToolCalls::Free,
         }
@@ -123,6 +134,16 @@ impl GenerateOptions {
                 "{drafts} tokens of the drafter and {} of prompt lookup in a step; choose one of them",
                 self.prompt_lookup
             );
+        }
+        if let Some(draft) = &self.draft_model {
+            if self.prompt_lookup > 0 {
+                bail!(
+                    InvalidArgument,
+                    "a draft model and {} tokens of prompt lookup in a step; choose one of them",
+                    self.prompt_lookup
+                );
+            }
+            model.check_draft_model(draft)?;
         }
         if let Some(grammar) = &self.grammar {
             model.check_grammar(grammar)?;

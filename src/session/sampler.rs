@@ -80,6 +80,14 @@ impl Sampler {
         }
     }
 
+    /// The choice by the draw that is `ahead` of the next one.
+    pub(super) fn choice_ahead<'a>(&'a self, ahead: usize, history: &'a [u32]) -> Choice<'a> {
+        Choice {
+            draw: self.draws + ahead as u64,
+            ..self.choice(history)
+        }
+    }
+
     /// Counts a choice that the model made.
     pub(super) fn moves_on(&mut self) {
         self.draws += 1;

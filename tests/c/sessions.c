@@ -521,6 +521,22 @@ static void prefill_and_decode(void)
     SAYS("17 tokens in a step");
     options.prompt_lookup = 0;
 
+    /* A draft model, here the model itself, and what is none. */
+    NVFP4_GenerationResult drafted = {.struct_size = sizeof drafted};
+    options.draft_model = model;
+    options.drafts = 3;
+    OK(NVFP4_session_truncate(grown, PROMPT));
+    OK(NVFP4_session_generate(grown, &options, NULL, NULL, &drafted));
+    CHECK(same(whole, grown) && drafted.drafted_tokens > 0 && drafted.accepted_tokens == drafted.drafted_tokens);
+    options.prompt_lookup = 4;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
+    SAYS("choose one of them");
+    options.prompt_lookup = 0;
+    options.draft_model = (const NVFP4_Model *)(const void *)grown;
+    FAILS(NVFP4_INVALID_HANDLE, NVFP4_session_generate(grown, &options, NULL, NULL, NULL));
+    options.draft_model = NULL;
+    options.drafts = 0;
+
     /* Another seed, another text. */
     OK(NVFP4_session_truncate(grown, PROMPT));
     options.seed = 8;

@@ -720,6 +720,20 @@ void streams(const std::string &path)
         CHECK(status_of([&] { nvfp4::Pool([](nvfp4::Pool::Task) {}, -1); }) == NVFP4_INVALID_ARGUMENT);
     }
 
+    /* Guessed by a draft model, the text is the same, and the session keeps the model that its options name. */
+    {
+        nvfp4::GenerateOptions drafted = options;
+        nvfp4::Session asked(model);
+        {
+            const nvfp4::Model draft(path);
+            drafted.draft_model = draft.get();
+            drafted.drafts = 4;
+            const nvfp4::Generation answer = asked.chat("Hi", drafted);
+            CHECK(answer.text == expected.text && answer.drafted_tokens > 0 && answer.accepted_tokens == answer.drafted_tokens);
+        }
+        CHECK(status_of([&] { asked.chat("Hi", drafted); }) == NVFP4_INVALID_HANDLE);
+    }
+
     /* Held to a grammar, the text fits, and the grammar may go before the generation does. */
     {
         nvfp4::GenerateOptions held = options;

@@ -1,7 +1,10 @@
-//! Drafters that are made by hand, whose guesses are known.
+//! Drafters that are made by hand, whose guesses are known, and the sessions and generations by which tests compare drafts.
 
 use std::fs;
+use std::sync::Arc;
 
+use NVFP4::engine::Served;
+use NVFP4::session::{GenerateOptions, SamplingOptions, Session, SessionOptions};
 use safetensors::SafeTensors;
 
 use super::{Copy, change_tensor};
@@ -63,4 +66,47 @@ pub(crate) fn made(case: &str, guess: Guess) -> Copy {
         }
     });
     dir
+}
+
+/// A greedy generation of so many tokens.
+pub(crate) fn greedy(max_tokens: usize) -> GenerateOptions {
+    GenerateOptions {
+        max_tokens,
+        sampling: SamplingOptions {
+            seed: Some(1),
+            ..SamplingOptions::default()
+        },
+        ignore_model_stops: true,
+        ..GenerateOptions::default()
+    }
+}
+
+/// A generation of so many tokens, drawn with a penalty.
+pub(crate) fn drawn(max_tokens: usize) -> GenerateOptions {
+    GenerateOptions {
+        sampling: SamplingOptions {
+            temperature: 1.2,
+            top_k: 40,
+            repetition_penalty: 1.1,
+            seed: Some(5),
+            ..SamplingOptions::default()
+        },
+        ..greedy(max_tokens)
+    }
+}
+
+/// An empty session that shares no prefix with another.
+pub(crate) fn session(model: &Arc<Served>, context: usize) -> Session {
+    let options = SessionOptions {
+        context,
+        private: true,
+        ..SessionOptions::default()
+    };
+    Session::new(model.clone(), &options).unwrap()
+}
+
+/// The logits of its next token, bit by bit.
+pub(crate) fn logits(session: &mut Session) -> Vec<u32> {
+    let logits = session.logits().unwrap();
+    logits.iter().map(|x| x.to_bits()).collect()
 }

@@ -380,3 +380,50 @@ fn looked_up_tokens_change_no_token() {
     println!("{} of {} tokens accepted", counts[1], counts[0]);
     assert!(counts[1] > 100, "{counts:?}");
 }
+
+/// Draft models change no token: the same model, whose guesses are all right, and another one on the processor.
+#[test]
+fn draft_models_change_no_token() {
+    let Some(gpu) = gpu() else { return };
+    let others = ["qwen3_yarn", "qwen2_untied"].map(|case| {
+        let other = Served::load(&golden(case), &options()).unwrap();
+        (other.spec().vocab_size, other)
+    });
+    let cases = DEVICE_CASES
+        .iter()
+        .chain(&RECURRENT_CASES)
+        .chain(&MAMBA_CASES);
+    for case in cases.chain(&GEMMA4_CASES) {
+        let (Some(model), Some(same)) = (load(&gpu, case, false), load(&gpu, case, false)) else {
+            continue;
+        };
+        let prompt = some_tokens(&model, 33);
+        let answer = |draft: Option<&Arc<Served>>, drafts: Option<usize>| {
+            let mut session = prompted(&model, &with_context(128), &prompt);
+            let options = GenerateOptions {
+                max_tokens: 60,
+                draft_model: draft.cloned(),
+                drafts,
+                ignore_model_stops: true,
+                ..GenerateOptions::default()
+            };
+            let answer = session.generate(&options, &mut |_| ControlFlow::Continue(()));
+            answer.unwrap()
+        };
+        let want = answer(None, Some(0));
+        let of_size = others
+            .iter()
+            .find(|(size, _)| *size == model.spec().vocab_size);
+        let other = of_size.map(|(_, other)| other);
+        for draft in [Some(&same), other].into_iter().flatten() {
+            for drafts in [Some(1), Some(3), Some(9), None] {
+                let got = answer(Some(draft), drafts);
+                assert_eq!(got.tokens, want.tokens, "{case}, {drafts:?}");
+                assert!(got.drafts.drafted > 0, "{case}, {drafts:?}");
+                if Arc::ptr_eq(draft, &same) {
+                    assert_eq!(got.drafts.accepted, got.drafts.drafted, "{case}");
+                }
+            }
+        }
+    }
+}

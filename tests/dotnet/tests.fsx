@@ -72,6 +72,7 @@ test "pipes of models and conversations" (fun () ->
     same 6L few.MaxTokens
     same "好語" ("" |> Chat.askWith few chat)
     same "好語" ("" |> Chat.askWith (few |> Generate.promptLookup 4) chat)
+    same "好語" ("" |> Chat.askWith (few |> Generate.draftModel model) chat)
     same [ "好" ] ("" |> Chat.streamWith (few |> Generate.stopStrings [ "語" ]) chat |> List.ofSeq)
     same Int64.MaxValue (Generate.defaults ()).MaxTokens
     // Texts of a form.

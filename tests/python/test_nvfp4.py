@@ -1631,6 +1631,20 @@ class Conversations(unittest.TestCase):
         for how in ({"prompt_lookup": 17}, {"prompt_lookup": -1}):
             self.assertRaises((nvfp4.InvalidArgument, ValueError, OverflowError), sessions[0].generate, **how)
 
+    def test_draft_model(self):
+        sessions = [self.model.session(), self.model.session()]
+        with nvfp4.Model(self.path, device="cpu") as draft:
+            for session, how in zip(sessions, ({}, {"draft_model": draft, "drafts": 3})):
+                session.prefill([3, 4, 5, 6, 7])
+                result = session.generate(max_tokens=30, ignore_model_stops=True, **how)
+                self.assertEqual(result.accepted_tokens, result.drafted_tokens)
+                self.assertEqual(result.drafted_tokens > 0, bool(how))
+        self.assertEqual(*(list(session.tokens) for session in sessions))
+        # The session keeps the model that was closed.
+        self.assertTrue(sessions[1].fork().generate(max_tokens=3).text is not None)
+        with self.assertRaisesRegex(TypeError, "draft_model= takes a Model"):
+            sessions[0].generate(draft_model=sessions[1])
+
     def test_adjusted_logits(self):
         how = {"logit_bias": {7: 1e6, 8: 1e5, 9: -math.inf}, "bad_words": [[7, 7], (7, 8, 7)], "ignore_model_stops": True}
         session = self.model.session()

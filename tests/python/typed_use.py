@@ -92,6 +92,7 @@ def sessions() -> None:
     grammar = nvfp4.Grammar.json_schema(model, {"type": "null"})
     assert_type(grammar, nvfp4.Grammar)
     session.generate(grammar=nvfp4.Grammar.choices(model, ["a"]), tool_calls="held")
+    session.generate(draft_model=model, drafts=4)
 
     model.chat(chat_template="{{ messages }}").say("a", chat_template=b"{{ tools }}")
     nvfp4.Model("model", device=0)  # type: ignore[arg-type]
@@ -107,6 +108,7 @@ def sessions() -> None:
     session.generate(logits_processor=3)  # type: ignore[arg-type]
     session.generate(bad_words=["a"])  # type: ignore[list-item]
     session.generate(grammar="a")  # type: ignore[arg-type]
+    session.generate(draft_model="a")  # type: ignore[arg-type]
     nvfp4.Grammar(model, "a", "glob")  # type: ignore[arg-type]
     nvfp4.Model("model", quantize={"recipe": "best"})  # type: ignore[arg-type]
     model.session(kv_type="int8")  # type: ignore[arg-type]

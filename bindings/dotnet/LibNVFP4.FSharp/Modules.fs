@@ -211,6 +211,9 @@ module Generate =
     /// Drafts up to so many tokens a step, where the last tokens have occurred before: those that followed there.
     let promptLookup value = changed (fun o -> o.PromptLookup <- value)
 
+    /// Drafts by a smaller model with the same tokenizer.
+    let draftModel (model: Model) = changed (fun o -> o.DraftModel <- model)
+
     /// The program's own change of the logits before each choice. It returns false to end the generation.
     let logitsProcessor (processor: Logits -> bool) = changed (fun o -> o.LogitsProcessor <- LogitsHandler processor)
 

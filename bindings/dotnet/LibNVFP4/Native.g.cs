@@ -545,8 +545,8 @@ namespace LibNVFP4
         // 1 passes each token's log-probability to the callback, which copies the logits of each token to the host. Default: 0.
         internal int LogProbabilities;
         // The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
-        // number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0, which
-        // drafts if the model has a drafter, while that is faster.
+        // number is refused for a model without a drafter, unless there is a `draft_model`. The generated tokens are the same, on a GPU but
+        // for rounding. Default: 0, which drafts if the model has a drafter, while that is faster.
         internal int Drafts;
         // The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window. With 0 a
         // prompt is run and nothing is generated.
@@ -604,6 +604,15 @@ namespace LibNVFP4
         internal IntPtr LogitsProcessor;
         // `user` of `logits_processor`.
         internal IntPtr LogitsUser;
+        // A smaller model with the same tokenizer, on any device, that guesses tokens for one pass of the session's model to verify. A step
+        // guesses as many as have been fastest, up to 8 and possibly none, or as many as `drafts` says, none for -1. The generated tokens
+        // are the same, on a GPU but for rounding unless the session's model is `deterministic`. The session's tokens run through the draft
+        // model too. The session keeps their keys and values there, which the draft model's statistics count, and the draft model itself,
+        // until a generation without it or with another one; the host may release it meanwhile. The drafter of the session's model guesses
+        // nothing then. Not together with `prompt_lookup`. NVFP4_INVALID_ARGUMENT if a token has another text in the draft model, or if one
+        // of the two has no tokenizer and their vocabularies differ in size. Without memory for its keys and values the generation goes on
+        // without drafts and logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
+        internal IntPtr DraftModel;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.
@@ -672,7 +681,7 @@ namespace LibNVFP4
         // Tokens of `prompt_tokens` that did not run, since their keys and values were held already: by the session, or as the prefix of
         // another prompt.
         internal UIntPtr CachedTokens;
-        // Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options.
+        // Tokens that a drafter, a lookup or a draft model proposed: see `drafts`, `prompt_lookup` and `draft_model` of the options.
         internal UIntPtr DraftedTokens;
         // Proposed tokens that the model itself chose, each of which saved a step.
         internal UIntPtr AcceptedTokens;

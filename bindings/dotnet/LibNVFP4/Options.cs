@@ -246,6 +246,7 @@ namespace LibNVFP4
         bool temperature, topK, topP, minP, repetitionPenalty;
 
         Grammar grammar;
+        Model draftModel;
 
         /// <summary>The defaults: greedy, as many tokens as fit in the context.</summary>
         public GenerateOptions()
@@ -378,6 +379,17 @@ namespace LibNVFP4
 
         /// <summary>The most tokens that a step drafts by prompt lookup, up to 16: where the session's last tokens have occurred in it before, those that followed there. It pays where an answer quotes its prompt or itself. The generated tokens are the same, on a GPU but for rounding. Not together with a number of <see cref="Drafts"/>. Default: 0, which looks nothing up.</summary>
         public int PromptLookup { get => (int)Interop.Long(Raw.PromptLookup); set => Raw.PromptLookup = Interop.Size(value); }
+
+        /// <summary>A smaller model with the same tokenizer, on any device, that guesses tokens for one pass of the session's model to verify: as many in a step as have been fastest, or the number of <see cref="Drafts"/>. The generated tokens are the same, on a GPU but for rounding. The session keeps its own keys and values in it until a generation without it. Not together with <see cref="PromptLookup"/>. Default: null, none.</summary>
+        public Model DraftModel
+        {
+            get => draftModel;
+            set
+            {
+                draftModel = value;
+                Raw.DraftModel = value == null ? IntPtr.Zero : value.Handle.DangerousGetHandle();
+            }
+        }
 
         /// <summary>The most tokens to generate. With 0 a prompt is run and nothing is generated. Default: as many as fit in the context.</summary>
         public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }

@@ -157,7 +157,7 @@ namespace LibNVFP4
         /// <summary>Tokens of <see cref="PromptTokens"/> that did not run, because the session held their keys and values already, or another prompt with the same prefix.</summary>
         public long CachedTokens { get; }
 
-        /// <summary>Tokens that a drafter or a lookup proposed: <see cref="GenerateOptions.Drafts"/>, <see cref="GenerateOptions.PromptLookup"/>.</summary>
+        /// <summary>Tokens that a drafter, a lookup or a draft model proposed: <see cref="GenerateOptions.Drafts"/>, <see cref="GenerateOptions.PromptLookup"/>, <see cref="GenerateOptions.DraftModel"/>.</summary>
         public long DraftedTokens { get; }
 
         /// <summary>Proposed tokens that the model itself chose, each of which saved a step.</summary>

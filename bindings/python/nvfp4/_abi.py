@@ -1076,8 +1076,8 @@ class GenerateOptions(Structure):
     - `log_probabilities`: 1 passes each token's log-probability to the callback, which copies the logits of each token to the host.
       Default: 0.
     - `drafts`: The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
-      number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0, which
-      drafts if the model has a drafter, while that is faster.
+      number is refused for a model without a drafter, unless there is a `draft_model`. The generated tokens are the same, on a GPU but for
+      rounding. Default: 0, which drafts if the model has a drafter, while that is faster.
     - `max_tokens`: The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window.
       With 0 a prompt is run and nothing is generated.
     - `seed`: Makes the draws repeatable: the same logits, options, seed and position give the same token. The position counts all tokens
@@ -1113,6 +1113,14 @@ class GenerateOptions(Structure):
     - `logits_processor`: Changes the logits before each choice; see LOGITS in the chapter on sessions. In a queue it is called on a thread
       of the library, and must stay valid until the generation's end. Default: NULL, none.
     - `logits_user`: `user` of `logits_processor`.
+    - `draft_model`: A smaller model with the same tokenizer, on any device, that guesses tokens for one pass of the session's model to
+      verify. A step guesses as many as have been fastest, up to 8 and possibly none, or as many as `drafts` says, none for -1. The
+      generated tokens are the same, on a GPU but for rounding unless the session's model is `deterministic`. The session's tokens run
+      through the draft model too. The session keeps their keys and values there, which the draft model's statistics count, and the draft
+      model itself, until a generation without it or with another one; the host may release it meanwhile. The drafter of the session's model
+      guesses nothing then. Not together with `prompt_lookup`. NVFP4_INVALID_ARGUMENT if a token has another text in the draft model, or if
+      one of the two has no tokenizer and their vocabularies differ in size. Without memory for its keys and values the generation goes on
+      without drafts and logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
     """
 
     _fields_ = [
@@ -1148,6 +1156,7 @@ class GenerateOptions(Structure):
         ("prompt_lookup", c_size_t),
         ("logits_processor", c_void_p),
         ("logits_user", c_void_p),
+        ("draft_model", c_void_p),
     ]
 
 
@@ -1208,7 +1217,8 @@ class GenerationResult(Structure):
       callbacks, and in a queue that for which its events were not taken.
     - `cached_tokens`: Tokens of `prompt_tokens` that did not run, since their keys and values were held already: by the session, or as the
       prefix of another prompt.
-    - `drafted_tokens`: Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options.
+    - `drafted_tokens`: Tokens that a drafter, a lookup or a draft model proposed: see `drafts`, `prompt_lookup` and `draft_model` of the
+      options.
     - `accepted_tokens`: Proposed tokens that the model itself chose, each of which saved a step.
     - `preemptions`: How often the generation gave its memory up to others, and ran its tokens again.
     """

@@ -227,8 +227,8 @@ class GenerateOptions(TypedDict, total=False):
     # 1 passes each token's log-probability to the callback, which copies the logits of each token to the host. Default: 0.
     log_probabilities: bool
     # The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A number is
-    # refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0, which drafts if the
-    # model has a drafter, while that is faster.
+    # refused for a model without a drafter, unless there is a `draft_model`. The generated tokens are the same, on a GPU but for rounding.
+    # Default: 0, which drafts if the model has a drafter, while that is faster.
     drafts: int
     # The most tokens to generate. Default: SIZE_MAX, as many as fit in the context, and any number with a sliding window. With 0 a prompt
     # is run and nothing is generated.

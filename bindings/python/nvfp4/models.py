@@ -502,7 +502,8 @@ class Session(Handle):
     name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces), top_log_probabilities (of
     so many most probable tokens too), drafts (tokens that the
     model's drafter guesses in a step at most; -1 for none, and as many as are fastest unless told), prompt_lookup (tokens that a step
-    drafts at most where the last tokens have occurred before; none unless told), grammar (a Grammar that the text fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
+    drafts at most where the last tokens have occurred before; none unless told), draft_model (a smaller Model with the same tokenizer that
+    guesses tokens), grammar (a Grammar that the text fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
     dictionary from tokens to what their logits get; -math.inf excludes a token), presence_penalty, frequency_penalty, bad_words (sequences
     of tokens that are not completed, such as model.tokenizer.encode(" word", False, special=False)), logits_processor (a function that changes
     the logits of each choice).

@@ -271,10 +271,11 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             if value is not None:  # An empty prompt is one.
                 data, length = text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
-        elif field in ("adapter", "grammar", "pool") and field in kinds:
+        elif field in ("adapter", "draft_model", "grammar", "pool") and field in kinds:
             if value is not None:
-                if getattr(value, "_kind", None) != field:
-                    raise TypeError(f"{field}= takes {with_article(field.capitalize())}, not {value!r}")
+                kind = field.rpartition("_")[2]
+                if getattr(value, "_kind", None) != kind:
+                    raise TypeError(f"{field}= takes {with_article(kind.capitalize())}, not {value!r}")
                 out.kept.append(value)
                 setattr(out, field, value._as_parameter_)
         elif field == "logit_bias" and "logit_bias_count" in kinds:

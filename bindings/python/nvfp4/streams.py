@@ -41,8 +41,8 @@ class Generation(typing.NamedTuple):
     Times count from the call, or from the submission of a stream to its queue: `queue_seconds` until the first pass over the weights,
     `prefill_seconds` from there to the first token, `first_token_seconds` both together. `longest_gap_seconds` is the longest time between
     two tokens. `cached_tokens` of the prompt did not run, because their keys and values were held already. Of `drafted_tokens`, which a
-    drafter or a lookup proposed, `accepted_tokens` were the model's own choice. `preemptions` is how often the generation gave its memory
-    up to others.
+    drafter, a lookup or a draft model proposed, `accepted_tokens` were the model's own choice. `preemptions` is how often the generation gave
+    its memory up to others.
     """
 
     text: str

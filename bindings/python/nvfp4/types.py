@@ -22,7 +22,7 @@ from ._types import PlanOptions as PlanOptions, QuantizeOptions as QuantizeOptio
 from ._types import SubmitOptions as SubmitOptions
 
 if TYPE_CHECKING:
-    from .models import Adapter, Grammar, Pool
+    from .models import Adapter, Grammar, Model, Pool
 
 FloatDtype = Literal["float16", "float32", "bfloat16"]
 
@@ -72,6 +72,7 @@ class SessionOptions(_types.SessionOptions, total=False):
 class GenerationOptions(_types.GenerateOptions, total=False):
     stop: Union[int, Text, Sequence[Union[int, Text]]]
     grammar: Optional["Grammar"]
+    draft_model: Optional["Model"]
     logit_bias: Optional[Mapping[int, float]]
     bad_words: Optional[Sequence[Sequence[int]]]
     logits_processor: Optional[LogitsProcessor]

@@ -45,7 +45,7 @@ pub(super) struct Args {
 const SHORT: usize = 40;
 
 pub(super) fn run(args: &Args) -> Result<()> {
-    let model = args.model.load()?;
+    let (model, draft) = (args.model).load_beside(args.sampling.draft_model.as_deref())?;
     args.prompting.warn_of_template(&model);
     args.prompting.warn_of_stand_in(&model);
     let chat = ChatOptions {
@@ -64,7 +64,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let conversation = Conversation {
         session: Session::new(model.clone(), &options)?,
         chat,
-        generation: args.sampling.options(&model)?,
+        generation: args.sampling.options(&model, draft)?,
         system: None,
         last: None,
         stops_alone: input.is_keyboard(),

@@ -19,6 +19,9 @@ const KERNEL_BYTES: usize = 10 << 10;
 /// Rows of a sequence that verifications are recorded for. One of fewer rows has rows that nobody reads.
 const VERIFIED: [usize; 3] = [2, 4, 8];
 
+/// The most rows of a sequence that verifications are recorded for.
+pub(in crate::model) const MOST_VERIFIED: usize = VERIFIED[VERIFIED.len() - 1];
+
 /// The number of rows of a sequence with which a verification of `rows` of them is recorded; `None` for more than are recorded.
 pub(super) fn verified_bucket(rows: usize) -> Option<usize> {
     VERIFIED.into_iter().find(|&bucket| bucket >= rows)

@@ -1331,8 +1331,8 @@ typedef struct NVFP4_GenerateOptions {
     int32_t log_probabilities;
     /**
      * The most tokens that the model's drafter guesses in a step, for one pass of the model to verify, up to 16; -1 drafts none. A
-     * number is refused for a model without a drafter. The generated tokens are the same, on a GPU but for rounding. Default: 0,
-     * which drafts if the model has a drafter, while that is faster.
+     * number is refused for a model without a drafter, unless there is a `draft_model`. The generated tokens are the same, on a GPU but
+     * for rounding. Default: 0, which drafts if the model has a drafter, while that is faster.
      */
     int32_t drafts;
     /**
@@ -1406,6 +1406,17 @@ typedef struct NVFP4_GenerateOptions {
     NVFP4_LogitsProcessor logits_processor;
     /** `user` of `logits_processor`. */
     void *logits_user;
+    /**
+     * A smaller model with the same tokenizer, on any device, that guesses tokens for one pass of the session's model to verify. A step
+     * guesses as many as have been fastest, up to 8 and possibly none, or as many as `drafts` says, none for -1. The generated tokens are the
+     * same, on a GPU but for rounding unless the session's model is `deterministic`. The session's tokens run through the draft model too. The
+     * session keeps their keys and values there, which the draft model's statistics count, and the draft model itself, until a generation
+     * without it or with another one; the host may release it meanwhile. The drafter of the session's model guesses nothing then. Not
+     * together with `prompt_lookup`. NVFP4_INVALID_ARGUMENT if a token has another text in the draft model, or if one of the two has no
+     * tokenizer and their vocabularies differ in size. Without memory for its keys and values the generation goes on without drafts and
+     * logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
+     */
+    const NVFP4_Model *draft_model;
 } NVFP4_GenerateOptions;
 
 /**
@@ -1493,7 +1504,7 @@ typedef struct NVFP4_GenerationResult {
      * prompt.
      */
     size_t cached_tokens;
-    /** Tokens that a drafter or a lookup proposed: see `drafts` and `prompt_lookup` of the options. */
+    /** Tokens that a drafter, a lookup or a draft model proposed: see `drafts`, `prompt_lookup` and `draft_model` of the options. */
     size_t drafted_tokens;
     /** Proposed tokens that the model itself chose, each of which saved a step. */
     size_t accepted_tokens;
