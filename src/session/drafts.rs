@@ -83,7 +83,7 @@ impl Session {
             0 => Source::Drafter,
             _ => Source::Lookup,
         };
-        if source == Source::Drafter && !self.cache.drafts() || options.needs_logits() {
+        if source == Source::Drafter && !self.cache.drafts() || options.excludes_drafts() {
             return Drafts::default();
         }
         let own = match options.ignore_model_stops {
