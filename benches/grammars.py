@@ -13,19 +13,26 @@ from concurrent.futures import ThreadPoolExecutor
 import nvfp4
 
 
-def schema(number):
-    """A long text, so that almost every token is chosen by a mask."""
-    properties = {f"name{number}": {"type": "string", "minLength": 1000}}
-    return {"type": "object", "properties": properties, "required": [f"name{number}"], "additionalProperties": False}
+def an_object(properties):
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-def rate(model, grammars, tokens):
+def schema(number, fields):
+    """A long text, so that almost every token is chosen by a mask; or, with fields, many objects of so many, whose names are forced."""
+    if fields == 0:
+        return an_object({f"name{number}": {"type": "string", "minLength": 1000}})
+    values = [{"type": "string", "minLength": 5, "maxLength": 20 + number % 7}, {"type": "integer"}, {"enum": ["red", "green", f"blue {number}"]}]
+    item = an_object({f"field {number} of {i}": values[i % len(values)] for i in range(fields)})
+    return {"type": "array", "items": item, "minItems": 1000}
+
+
+def rate(model, grammars, tokens, temperature):
     """Tokens a second of as many threads as there are `grammars`, each of which is one or None."""
     sessions = [model.session() for _ in grammars]
 
     def generate(number):
         held = {} if grammars[number] is None else {"grammar": grammars[number]}
-        how = {"max_tokens": tokens, "temperature": 1.0, "seed": number, "ignore_model_stops": True}
+        how = {"max_tokens": tokens, "temperature": temperature, "seed": number, "ignore_model_stops": True}
         return sessions[number].generate(**how, **held).generated_tokens
 
     for number, session in enumerate(sessions):
@@ -46,6 +53,8 @@ def main():
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--fields", type=int, default=0, help="fields of the objects of each schema; 0: one long text")
+    parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
     with nvfp4.Model(args.model, device=args.device) as model:
         times = []
@@ -54,11 +63,11 @@ def main():
             nvfp4.Grammar.choices(model, [word, "other"])
             times.append(time.perf_counter() - start)
         print(f"the first grammar {times[0]:.2f} s, a later one {times[1] * 1e3:.1f} ms")
-        held, free = [nvfp4.Grammar.json_schema(model, schema(i)) for i in range(args.threads)], [None] * args.threads
+        held, free = [nvfp4.Grammar.json_schema(model, schema(i, args.fields)) for i in range(args.threads)], [None] * args.threads
         rates = {"free": [], "held": []}
         for run in range(args.runs + 1):
             for name, grammars in (("free", free), ("held", held)):
-                found = rate(model, grammars, args.tokens)
+                found = rate(model, grammars, args.tokens, args.temperature)
                 if run > 0:
                     rates[name].append(found)
         for name, found in rates.items():

@@ -3074,9 +3074,9 @@ NVFP4_Status NVFP4_adapter_release(NVFP4_Adapter *adapter);
  * `top_p` and `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this.
  * Log-probabilities are those of the model's own logits.
  *
- * On a GPU each choice copies its logits to the host if biases, penalties by count, bad words, a grammar or a processor are set, and a
- * generation with any of these drafts nothing. On either device such a choice copies 4 bytes for each token of the vocabulary in host memory,
- * and with a processor reads them once more to check them.
+ * On a GPU each choice copies its logits to the host if biases, penalties by count, bad words or a processor are set; a grammar alone excludes
+ * tokens on the device. A generation with any of these drafts nothing. A choice from logits in host memory copies 4 bytes for each token
+ * of the vocabulary, and with a processor reads them once more to check them.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */
@@ -3305,8 +3305,8 @@ NVFP4_Status NVFP4_session_restore_bytes(const NVFP4_Model *model,
  * empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects at the
  * beginning, as NVFP4_model_tokenize() does.
  *
- * The continuations share the cache of the session's tokens, and their tokens run together, up to 64 in a pass. The logits of one pass at a
- * time are in host memory, on a GPU too, which copies them there; nothing keeps them. On the CPU a result has the same bits alone and beside others.
+ * The continuations share the cache of the session's tokens, and up to 64 of them run together, in passes as long as those of a prompt. On a
+ * GPU their logits stay on the device. On the CPU a result has the same bits alone and beside others.
  *
  * - `continuations`, `lengths`: `count` arrays of tokens with their lengths. #NVFP4_CONTEXT_FULL if one does not fit after the session's
  *   tokens; nothing is evicted.

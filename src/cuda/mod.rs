@@ -86,7 +86,10 @@ pub use router::{RouterVectors, route};
 pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};
-pub use sample::{Best, DrawRule, DrawScratch, Drawn, argmax, draw};
+pub use sample::{
+    Best, DrawRule, DrawScratch, Drawn, FoundLikelihood, MaskRows, argmax, draw, likelihoods,
+    mask_logits,
+};
 pub use scaled_mm::{Tile as ScaledTile, Way, dense_mm, scaled_mm, scaled_mm_by};
 pub use table::{HostTable, Table, embed, table_row};
 pub use tensor::{Contiguous, contiguous, download, find, managed_tensor, tensor, upload};

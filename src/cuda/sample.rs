@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::driver::{DeviceBuffer, Gpu, Launch, Pinned, int};
+use super::driver::{DeviceBuffer, DeviceSlice, Gpu, Launch, Pinned, StagedBuffer, int};
 use super::kernel::kernels;
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::base::memory::{Plain, Tag};
+use crate::base::memory::{Plain, Tag, as_bytes};
 
 /// CTAs that share a row of logits.
 const BLOCKS: usize = 64;
@@ -24,6 +24,16 @@ kernels! {
             Buckets = "draw_buckets",
             Choose = "draw_choose",
         }
+    }
+
+    /// Log-probabilities of given tokens.
+    enum LikelihoodKernel(LikelihoodArguments) {
+        Likelihood { Rows = "likelihood" }
+    }
+
+    /// The exclusion of tokens by masks.
+    enum Mask(MaskArguments) {
+        Mask { Rows = "mask_logits" }
     }
 }
 
@@ -355,6 +365,156 @@ pub fn draw(
         unsafe { launch.of(kernel).run(gpu, &arguments) }?;
     }
     Ok(())
+}
+
+#[repr(C)]
+struct LikelihoodArguments {
+    logits: u64,
+    tokens: u64,
+    found: u64,
+    vocabulary: i32,
+}
+
+/// A given token by a row of logits, as `kernels/sample/likelihood.cu` writes it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct FoundLikelihood {
+    /// The natural logarithm of its softmax probability: an absolute error of at most 1e-6, and the rounding of f32. It has no meaning if no
+    /// token could be chosen from the row.
+    pub log_probability: f32,
+    /// The argmax of the row, for [`Drawn::read`].
+    pub argmax: i32,
+}
+
+// SAFETY: numbers without padding.
+unsafe impl Plain for FoundLikelihood {}
+
+/// Writes a [`FoundLikelihood`] for each of `rows` rows of f32 logits `[rows, vocabulary]` to `found`, of the tokens (i32) in `tokens`, which are
+/// among the vocabulary. The same rows give the same bits.
+pub fn likelihoods(
+    logits: &DeviceBuffer,
+    rows: usize,
+    vocabulary: usize,
+    tokens: DeviceSlice<'_>,
+    found: DeviceSlice<'_>,
+) -> Result<()> {
+    logits.holds("logits", &[rows, vocabulary, 4])?;
+    tokens.holds("tokens", &[rows, 4])?;
+    found.holds("likelihoods", &[rows, size_of::<FoundLikelihood>()])?;
+    let arguments = LikelihoodArguments {
+        logits: logits.address(),
+        tokens: tokens.address(),
+        found: found.address(),
+        vocabulary: int("the vocabulary", vocabulary)?,
+    };
+    // SAFETY: sizes were checked.
+    unsafe {
+        Launch::new([rows as u32, 1, 1], 1024)
+            .of(LikelihoodKernel::Rows)
+            .run(logits.gpu(), &arguments)
+    }
+}
+
+#[repr(C)]
+struct MaskArguments {
+    logits: u64,
+    masks: u64,
+    rows: u64,
+    vocabulary: i32,
+    words: i32,
+}
+
+/// Threads of a CTA of the mask kernel, which has a word for each.
+const MASK_THREADS: usize = 256;
+
+/// Masks of some rows of logits: the numbers of the rows, and then a bit for each token of each.
+pub struct MaskRows {
+    masks: StagedBuffer,
+    /// Masks that there is room for, and those that are set.
+    most: usize,
+    count: usize,
+    vocabulary: usize,
+    /// The last of the rows.
+    last: usize,
+}
+
+impl MaskRows {
+    /// Bytes of a mask of `vocabulary` tokens, and of the number of its row.
+    const fn bytes_of_mask(vocabulary: usize) -> usize {
+        4 + vocabulary.div_ceil(32) * 4
+    }
+
+    /// Bytes of `rows` masks on the device.
+    pub fn bytes_of(rows: usize, vocabulary: usize) -> usize {
+        rows * Self::bytes_of_mask(vocabulary)
+    }
+
+    /// Room for the masks of `rows` rows of `vocabulary` logits.
+    pub fn new(gpu: &Arc<Gpu>, rows: usize, vocabulary: usize) -> Result<MaskRows> {
+        let bytes = Self::bytes_of(rows, vocabulary);
+        Ok(MaskRows {
+            masks: StagedBuffer::uninit(gpu, Tag::DeviceScratch, bytes)?,
+            most: rows,
+            count: 0,
+            vocabulary,
+            last: 0,
+        })
+    }
+
+    /// Masks that there is room for.
+    pub fn rows(&self) -> usize {
+        self.most
+    }
+
+    /// Enqueues a copy of masks, each with its row. Bit `i % 32` of word `i / 32` of a mask is set if token `i` is allowed; words that a mask
+    /// lacks allow none. Returns before the copy has run.
+    pub fn set(&mut self, masks: &[(usize, &[u32])]) -> Result<()> {
+        if masks.len() > self.most {
+            bail!(
+                Internal,
+                "{} masks, and room for those of {} rows",
+                masks.len(),
+                self.most
+            );
+        }
+        let bytes = self.vocabulary.div_ceil(32) * 4;
+        let len = Self::bytes_of(masks.len(), self.vocabulary);
+        self.masks.write_with(len, |out| {
+            let (rows, words) = out.split_at_mut(4 * masks.len());
+            let each = rows.chunks_exact_mut(4).zip(words.chunks_exact_mut(bytes));
+            for ((to_row, to), (row, mask)) in each.zip(masks) {
+                to_row.copy_from_slice(&(*row as u32).to_ne_bytes());
+                let mask = as_bytes(mask);
+                let (own, rest) = to.split_at_mut(mask.len().min(bytes));
+                own.copy_from_slice(&mask[..own.len()]);
+                rest.fill(0);
+            }
+        })?;
+        self.count = masks.len();
+        self.last = masks.iter().map(|(row, _)| *row).max().unwrap_or(0);
+        Ok(())
+    }
+}
+
+/// Makes the logits of tokens that `masks` do not allow minus infinity, in f32 logits `[rows, vocabulary]`. Rows without a mask are left as
+/// they are.
+pub fn mask_logits(gpu: &Gpu, logits: &DeviceBuffer, masks: &MaskRows) -> Result<()> {
+    if masks.count == 0 {
+        return Ok(());
+    }
+    logits.holds("logits", &[masks.last + 1, masks.vocabulary, 4])?;
+    let words = masks.vocabulary.div_ceil(32);
+    let arguments = MaskArguments {
+        logits: logits.address(),
+        masks: masks.masks.from(4 * masks.count)?.address(),
+        rows: masks.masks.from(0)?.address(),
+        vocabulary: int("the vocabulary", masks.vocabulary)?,
+        words: int("words of a mask", words)?,
+    };
+    let blocks = words.div_ceil(MASK_THREADS) as u32;
+    let launch = Launch::new([blocks, masks.count as u32, 1], MASK_THREADS as u32);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(Mask::Rows).run(gpu, &arguments) }
 }
 
 #[cfg(test)]

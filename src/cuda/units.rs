@@ -122,6 +122,8 @@ units! {
     HeadsTraining = "rope/training.cu",
     Argmax = "sample/argmax.cu",
     Draw = "sample/draw.cu",
+    Likelihood = "sample/likelihood.cu",
+    Mask = "sample/mask.cu",
     ScaledMmDequantize = "scaled_mm/dequantize.cu",
     ScaledMmProduct = "scaled_mm/product.cu",
     Gather = "tensor/gather.cu",

@@ -197,7 +197,7 @@ impl<'a> Item<'a> {
     fn wants_several(&self) -> bool {
         match self.work.wanted {
             Wanted::Nothing | Wanted::Last | Wanted::LastHidden | Wanted::Token(_) => false,
-            Wanted::All | Wanted::AllHidden | Wanted::Verified(_) => true,
+            Wanted::All | Wanted::AllHidden | Wanted::Likelihoods(_) | Wanted::Verified(_) => true,
         }
     }
 

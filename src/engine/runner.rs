@@ -61,6 +61,8 @@ struct State {
     tally: Tally,
     /// Whether the last pass ran prompts.
     ran_prompts: bool,
+    /// The end of the last pass, if a device began the next step then.
+    ahead_since: Option<Instant>,
     /// The fork generation of these threads; the child of a fork has others.
     generation: u32,
 }
@@ -416,6 +418,11 @@ impl Runner {
         }
     }
 
+    /// Sequences that generate.
+    pub(super) fn generating(&self) -> usize {
+        self.state().generating.len()
+    }
+
     /// Whether sequences of other threads generate, which will free memory.
     pub(super) fn others_generate(&self) -> bool {
         self.state().others_generate()
@@ -602,6 +609,9 @@ impl Runner {
                 is_own &= Arc::ptr_eq(&posted.caller, caller);
                 taken.push((posted.request, count));
             }
+            // A device that ran ahead began the step while the host was between passes.
+            let since = state.ahead_since.take().filter(|_| !planned.prompts);
+            let ahead = since.map_or(Duration::ZERO, |since| since.elapsed().min(LONGEST_WAIT));
             state.counts.passes += 1;
             state.counts.requests += taken.len() as u64;
             state.ran_prompts = planned.prompts;
@@ -628,11 +638,12 @@ impl Runner {
                 // The call of one thread does not end those of others.
                 false => call::outside(|| pass(parts, look_ahead, vocabulary, scratch, run)),
             }
-            let time = start.elapsed();
+            let time = start.elapsed() + ahead;
             let Planned { prompts, steps, .. } = planned;
             tracing::trace!(rows, requests = count, prompts, steps, ?time, "pass");
             let mut state = self.state();
             state.times.record(rows, prompts, steps, time);
+            state.ahead_since = look_ahead.then(Instant::now);
             let ended = state.end_pass(is_own);
             if !state.has_thrown_back() {
                 held = None;

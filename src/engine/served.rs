@@ -276,6 +276,13 @@ impl Served {
         self.runner.generates(sequence.id())
     }
 
+    /// Whether `count` tokens that are known to come next in a sequence that generates should take a step each, rather than a pass of their
+    /// own. On a GPU such a pass holds up the other sequences that generate for a step, while it saves this one `count` steps; and it is not
+    /// recorded, so for a single token it takes longer than two steps.
+    pub fn steps_given(&self, count: usize) -> bool {
+        self.model.device().is_cuda() && count < self.runner.generating().max(2)
+    }
+
     /// After a refusal of memory that was reserved for all sequences: drops the positions of `sequence` from `kept` on, and waits until
     /// other generations have ended or made way and `positions` fit. The tokens then have to run again. Returns false, and leaves the sequence
     /// as it is, if no other thread generates: then nothing becomes free. Fails if the call is cancelled.

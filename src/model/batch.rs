@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::adapter::Adapter;
 use super::kv::KvTables;
+use crate::ops::likelihood::Likelihood;
 use crate::ops::sample::Choice;
 
 /// The output requested by a segment.
@@ -20,6 +21,8 @@ pub enum Wanted<'a> {
     LastHidden,
     /// The hidden row of every token.
     AllHidden,
+    /// The likelihood of a given token after each token, one for each. On a GPU the logits stay on the device.
+    Likelihoods(&'a [u32]),
     /// The next token. On a GPU the logits stay on the device.
     Token(Choice<'a>),
     /// The tokens after as many of the segment's tokens as are right.
@@ -27,18 +30,9 @@ pub enum Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    /// Whether a token is to be chosen by a mask.
-    pub(super) fn has_mask(&self) -> bool {
-        let choice = match self {
-            Wanted::Token(choice) => choice,
-            Wanted::Verified(how) => &how.choice,
-            Wanted::Nothing
-            | Wanted::Last
-            | Wanted::All
-            | Wanted::LastHidden
-            | Wanted::AllHidden => return false,
-        };
-        choice.allowed.is_some()
+    /// Whether drafted tokens are to be verified by a mask.
+    pub(super) fn verifies_by_mask(&self) -> bool {
+        matches!(self, Wanted::Verified(how) if how.choice.allowed.is_some())
     }
 }
 
@@ -114,6 +108,8 @@ pub enum Output {
     Logits(Range<usize>),
     /// The slot's hidden rows, `[rows, hidden_size]`.
     Hidden(Vec<f32>),
+    /// The likelihood of each given token.
+    Likelihoods(Vec<Likelihood>),
     /// The next token.
     Token(u32),
     /// The tokens after the first rows of the segment, as many as stay: the first row, and those of drafted tokens that are right.

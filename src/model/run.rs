@@ -12,11 +12,15 @@ use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call, memory};
 use crate::ops::Slice;
+use crate::ops::likelihood::{Likelihood, likelihoods};
 use crate::ops::sample::{self, Choice};
 
 /// Rows that go through the blocks together on the CPU: enough to make full use of each weight that is read, few enough that
 /// scratch memory does not grow with the prompt.
 pub(super) const ROWS: usize = 512;
+
+/// Rows of logits that are in host memory together for likelihoods: few, because the CPU's kernels for few rows are the fastest.
+const LIKELIHOOD_ROWS: usize = 32;
 
 /// Most rows of a pass, by fused kernels or by the reference block.
 pub(super) fn pass_rows(is_fused: bool) -> usize {
@@ -71,8 +75,19 @@ pub(super) struct RowsWanted {
     pub(super) logits: Vec<(usize, usize)>,
     /// Rows whose hidden rows are returned, each with its slot.
     pub(super) hidden: Vec<(usize, usize)>,
+    /// Rows by which given tokens have likelihoods.
+    pub(super) likelihoods: Vec<LikelihoodRow>,
     /// Rows from which tokens are chosen.
     pub(super) tokens: Vec<ChosenRow>,
+}
+
+/// A row by which a given token has a likelihood.
+#[derive(Clone, Copy)]
+pub(super) struct LikelihoodRow {
+    pub(super) row: usize,
+    pub(super) slot: usize,
+    /// The given token.
+    pub(super) token: u32,
 }
 
 /// A row from which a token is chosen.
@@ -98,6 +113,7 @@ impl Slots {
             Ok(match segment.wanted {
                 Wanted::Last | Wanted::All => Output::Logits(rows..rows),
                 Wanted::LastHidden | Wanted::AllHidden => Output::Hidden(Vec::new()),
+                Wanted::Likelihoods(_) => Output::Likelihoods(Vec::new()),
                 Wanted::Nothing | Wanted::Token(_) => Output::Cached,
                 Wanted::Verified(_) => Output::Verified(Vec::new()),
             })
@@ -133,6 +149,15 @@ impl Slots {
             }
         }
         Ok(())
+    }
+
+    /// Appends likelihoods of a slot's next tokens, or records why there are none.
+    pub(super) fn add_likelihoods(&mut self, slot: usize, found: Result<Vec<Likelihood>>) {
+        match (&mut self.outputs[slot], found) {
+            (Ok(Output::Likelihoods(all)), Ok(found)) => all.extend(found),
+            (Ok(_), Err(fault)) => self.fail(slot, fault),
+            _ => {}
+        }
     }
 
     pub(super) fn choose(&mut self, slot: usize, token: Result<u32>) {
@@ -230,13 +255,20 @@ impl Model {
             if let Some(adapter) = segment.adapter {
                 self.check_adapter(adapter)?;
             }
+            if let Wanted::Likelihoods(tokens) = segment.wanted {
+                self.check_ids(tokens)?;
+                if tokens.len() != segment.tokens.len() {
+                    let (given, run) = (tokens.len(), segment.tokens.len());
+                    bail!(Internal, "likelihoods of {given} tokens after {run}");
+                }
+            }
             if segment.drafts_after.is_some() {
                 self.check_drafter()?;
             }
-            if executor.is_some() && segment.wanted.has_mask() {
+            if executor.is_some() && segment.wanted.verifies_by_mask() {
                 bail!(
                     Unsupported,
-                    "a GPU chooses no token by a mask; ask for logits, and choose from them"
+                    "a GPU verifies no drafted tokens by a mask; run one token at a time"
                 );
             }
         }
@@ -317,6 +349,7 @@ impl Model {
                 .for_each(|&(_, slot)| slots.add_row(slot));
             let hidden = self.hidden_rows(&rows(&wanted.hidden), &mut scratch.block)?;
             slots.add_hidden(&wanted.hidden, &hidden, self.spec().hidden_size)?;
+            self.likelihoods_on_host(&wanted.likelihoods, scratch, slots)?;
             if !wanted.tokens.is_empty() {
                 let of_tokens = chosen_rows(&wanted.tokens);
                 scratch.logits.clear();
@@ -338,6 +371,30 @@ impl Model {
             }
             self.follow(&batch.segments, &parts, slots, scratch)?;
             call::add(tokens.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Gives slots the likelihoods of given tokens, from the logits of a few rows at a time.
+    fn likelihoods_on_host(
+        &self,
+        wanted: &[LikelihoodRow],
+        scratch: &mut Scratch,
+        slots: &mut Slots,
+    ) -> Result<()> {
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let cpu = self.device.host_cpu()?;
+        for of_slot in wanted.chunk_by(|a, b| a.slot == b.slot) {
+            for part in of_slot.chunks(LIKELIHOOD_ROWS) {
+                let rows: Vec<usize> = part.iter().map(|at| at.row).collect();
+                let tokens: Vec<u32> = part.iter().map(|at| at.token).collect();
+                scratch.logits.clear();
+                self.head(&rows, &mut scratch.block, &mut scratch.logits)?;
+                let found = likelihoods(&scratch.logits, &tokens, &cpu);
+                slots.add_likelihoods(part[0].slot, found);
+            }
         }
         Ok(())
     }
@@ -540,6 +597,17 @@ pub(super) fn rows_wanted(segments: &[Segment<'_>], parts: &[Part]) -> RowsWante
                 .hidden
                 .extend((start..end).map(|row| (row, part.slot))),
             Wanted::LastHidden if is_last => wanted.hidden.push((end - 1, part.slot)),
+            Wanted::Likelihoods(tokens) => {
+                let given = &tokens[part.tokens.clone()];
+                let rows = (start..end).zip(given);
+                wanted
+                    .likelihoods
+                    .extend(rows.map(|(row, &token)| LikelihoodRow {
+                        row,
+                        slot: part.slot,
+                        token,
+                    }));
+            }
             Wanted::Token(_) if is_last => wanted.tokens.push(ChosenRow {
                 row: end - 1,
                 slot: part.slot,

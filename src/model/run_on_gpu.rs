@@ -171,10 +171,16 @@ impl Model {
             with_logits.for_each(|&(_, slot)| slots.add_row(slot));
             let hidden = pass.hidden_rows(&rows(&wanted.hidden))?;
             slots.add_hidden(&wanted.hidden, &hidden, self.spec().hidden_size)?;
+            let given = wanted.likelihoods.iter().map(|at| (at.row, at.token));
+            let (given_rows, given): (Vec<_>, Vec<_>) = given.unzip();
+            let likelihoods = pass.likelihoods(&given_rows, &given)?;
             let choices = choices(segments, &wanted.tokens);
             let chosen = pass.choose(&chosen_rows(&wanted.tokens), &choices)?;
             let faults = pass.faults()?;
             let faulty = assign(segments, &parts, &wanted.tokens, chosen, faults, slots);
+            for (at, found) in wanted.likelihoods.iter().zip(likelihoods) {
+                slots.add_likelihoods(at.slot, found.map(|found| vec![found]));
+            }
             let followed: Vec<fused::FollowedRows<'_>> = parts
                 .iter()
                 .enumerate()
@@ -236,7 +242,11 @@ fn is_step(segment: &Segment<'_>) -> bool {
     let is_first = segment.first == 0 && segment.drafts_after.is_some();
     let is_other = matches!(
         segment.wanted,
-        Wanted::Nothing | Wanted::LastHidden | Wanted::AllHidden | Wanted::Verified(_)
+        Wanted::Nothing
+            | Wanted::LastHidden
+            | Wanted::AllHidden
+            | Wanted::Likelihoods(_)
+            | Wanted::Verified(_)
     );
     segment.tokens.len() == 1 && !is_first && !is_other
 }

@@ -52,7 +52,7 @@ fn likelihood(row: &[f32], token: u32, scratch: &mut LikelihoodScratch) -> Resul
         ControlFlow::Break(token) => return Err(unusable(token)),
     };
     if largest == f32::NEG_INFINITY {
-        return Err(all_ruled_out(row.len()));
+        return Err(all_ruled_out(row.len(), None));
     }
     for values in [&mut scratch.logs, &mut scratch.weights] {
         values.clear();

@@ -154,8 +154,7 @@ pub struct Choice<'a> {
     pub draw: u64,
     /// The tokens before it, for the repetition penalty.
     pub history: &'a [u32],
-    /// The tokens that it may be; all if there is no mask. Excluded tokens have no probability, whatever the settings. Only choices from
-    /// logits in host memory take one.
+    /// The tokens that it may be; all if there is no mask. Excluded tokens have no probability, whatever the settings.
     pub allowed: Option<TokenMask<'a>>,
 }
 
@@ -189,20 +188,19 @@ pub fn unusable(token: usize) -> Error {
     )
 }
 
-/// Why no token can be chosen: every logit is minus infinity.
-pub fn all_ruled_out(vocabulary: usize) -> Error {
-    err!(
-        InvalidArgument,
-        "none of {vocabulary} logits is finite; no token can be chosen"
-    )
-}
-
-/// Why no token can be chosen: no allowed token has a finite logit.
-fn none_allowed(allowed: usize) -> Error {
-    err!(
-        InvalidArgument,
-        "none of the {allowed} tokens that may come next has a finite logit; no token can be chosen"
-    )
+/// Why no token can be chosen: every logit is minus infinity, of a vocabulary or of the tokens that `allowed` allows.
+pub fn all_ruled_out(vocabulary: usize, allowed: Option<TokenMask<'_>>) -> Error {
+    match allowed {
+        None => err!(
+            InvalidArgument,
+            "none of {vocabulary} logits is finite; no token can be chosen"
+        ),
+        Some(TokenMask(words)) => err!(
+            InvalidArgument,
+            "none of the {} tokens that may come next has a finite logit; no token can be chosen",
+            words.iter().map(|w| w.count_ones()).sum::<u32>()
+        ),
+    }
 }
 
 /// Memory reused between choices; it grows to the largest vocabulary seen.
@@ -230,12 +228,7 @@ pub fn sample(logits: &[f32], choice: &Choice<'_>, scratch: &mut SampleScratch) 
         ControlFlow::Break(token) => return Err(unusable(token)),
     };
     if largest == f32::NEG_INFINITY {
-        return Err(match choice.allowed {
-            Some(TokenMask(words)) => {
-                none_allowed(words.iter().map(|w| w.count_ones() as usize).sum())
-            }
-            None => all_ruled_out(logits.len()),
-        });
+        return Err(all_ruled_out(logits.len(), choice.allowed));
     }
     if rule.penalty != 1.0 {
         let (penalized, seen) = (&mut scratch.penalized, &mut scratch.seen);

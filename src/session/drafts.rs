@@ -122,7 +122,7 @@ impl Session {
             (None, 0) => Source::Drafter,
             (None, _) => Source::Lookup,
         };
-        if source == Source::Drafter && !self.cache.drafts() || options.needs_logits() {
+        if source == Source::Drafter && !self.cache.drafts() || options.excludes_drafts() {
             return Drafts::default();
         }
         let own = match options.ignore_model_stops {

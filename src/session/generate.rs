@@ -195,12 +195,17 @@ impl Session {
         let mut broke = false;
         // Tokens that are appended instead of sampled ones: those that end the reasoning early, and those that a grammar forces.
         let mut given = VecDeque::new();
+        // Whether they take a step each.
+        let mut is_stepped = false;
+        let is_plain =
+            adjuster.is_none() && !options.replay && options.top_log_probabilities.is_none();
         let _forking = self.forks.begin();
         let model = self.model.clone();
         while out.tokens.len() < room {
             if self.tokens.len() > self.cache.len() + LONG_STEP {
                 self.forks.set_busy_with("runs a prompt");
             }
+            let begins = given.is_empty();
             if let Some(end) = answer.as_mut().and_then(Answer::early_end) {
                 given.extend(end);
                 if let Some(held) = &mut held {
@@ -220,12 +225,17 @@ impl Session {
                 }
             }
             let left = room - out.tokens.len();
+            if begins {
+                is_stepped = is_plain && model.steps_given(given.len());
+            }
             let is_given = !given.is_empty();
             let chosen = match given.pop_front() {
                 Some(token) => {
                     self.discard_drafts(&mut drafts)?;
-                    sampler.moves_on();
-                    Ok((token, None))
+                    let given = self.making_way(|session| {
+                        session.choose_given(&mut sampler, token, is_stepped, left > 1)
+                    });
+                    given.map(|()| (token, None))
                 }
                 None => self.making_way(|session| {
                     let mask = held.as_ref().filter(|_| is_masked).map(Constraint::mask);
@@ -344,13 +354,16 @@ impl Session {
         drafts: &mut Drafts,
         replayed: &mut Vec<f32>,
     ) -> Result<(u32, Option<TokenProbabilities>)> {
-        let is_plain = mask.is_none() && adjuster.is_none();
+        let is_on_device = mask.is_none() || self.model.device().is_cuda();
+        let is_plain = is_on_device && adjuster.is_none();
         if is_plain && !options.replay && options.top_log_probabilities.is_none() {
-            if let Some(token) = self.next_by_drafts(sampler, drafts, left)? {
+            if mask.is_none()
+                && let Some(token) = self.next_by_drafts(sampler, drafts, left)?
+            {
                 return Ok((token, None));
             }
             let (start, is_step) = (Instant::now(), self.is_between_steps());
-            let token = self.flush_and_choose(sampler, left > 1)?;
+            let token = self.flush_and_choose(sampler, mask, left > 1)?;
             if is_step {
                 let pace = self.paces.of(drafts.source());
                 pace.record(0, start.elapsed().as_secs_f64());

@@ -36,7 +36,7 @@ use std::sync::Arc;
 use crate::base::error::bail;
 use crate::base::{ErrorKind, Result, alloc, call, memory};
 use crate::engine::{LoadedAdapter, NewTokens, Sequence, Served};
-use crate::model::{KvType, Logits, Output, Scratch, Wanted};
+use crate::model::{Choice, KvType, Logits, Output, Scratch, TokenMask, Wanted};
 
 pub use crate::model::SamplingOptions;
 pub use adjustments::LogitAdjustments;
@@ -290,7 +290,7 @@ impl Session {
 
     /// The argmax of the logits, the first if several are equal: the choice of a greedy sampler. On a GPU the logits stay on the device.
     pub fn argmax(&mut self) -> Result<u32> {
-        self.flush_and_choose(&mut Sampler::new(&SamplingOptions::default())?, false)
+        self.flush_and_choose(&mut Sampler::new(&SamplingOptions::default())?, None, false)
     }
 
     /// Chooses the next token without appending it.
@@ -427,42 +427,87 @@ impl Session {
         self.next.forget();
     }
 
-    /// The token that `sampler` chooses next. On a GPU the logits stay on the device if a single token is pending. With `look_ahead` the
-    /// device starts to run the chosen token before the next call asks for it.
-    fn flush_and_choose(&mut self, sampler: &mut Sampler, look_ahead: bool) -> Result<u32> {
+    /// The token that `sampler` chooses next, one that `mask` allows. On a GPU the logits stay on the device if a single token is pending. With
+    /// `look_ahead` the device starts to run the chosen token before the next call asks for it.
+    fn flush_and_choose(
+        &mut self,
+        sampler: &mut Sampler,
+        mask: Option<TokenMask<'_>>,
+        look_ahead: bool,
+    ) -> Result<u32> {
         self.forget_outdated();
-        let greedy = sampler.options().is_greedy();
+        let greedy = sampler.options().is_greedy() && mask.is_none();
         if let Some(token) = self.next.argmax().filter(|_| greedy) {
             return Ok(token);
         }
-        let pending = self.cache.len().min(self.tokens.len());
-        let on_device = self.model.device().is_cuda() && self.next.logits().is_none();
-        let token = match self.tokens[pending..] {
-            [_] if on_device => {
-                let work = vec![NewTokens {
-                    tokens: &self.tokens[pending..],
-                    sequence: &mut self.cache,
-                    wanted: Wanted::Token(sampler.choice(&self.tokens)),
-                }];
-                let (scratch, mut logits) = (&mut self.scratch, Vec::new());
-                let mut outputs = self.model.run(work, look_ahead, scratch, &mut logits)?;
-                match outputs.pop().transpose()? {
-                    Some(Output::Token(token)) => {
-                        sampler.moves_on();
-                        token
-                    }
-                    other => bail!(Internal, "{other:?} in the place of a token"),
-                }
-            }
-            _ => {
+        let token = match self.chooses_on_device() {
+            true => self.choose_on_device(sampler, mask, look_ahead)?,
+            false => {
                 self.flush()?;
-                sampler.sample(self.flushed()?, &self.tokens)?
+                sampler.sample_within(self.flushed()?, &self.tokens, mask)?
             }
         };
         if greedy {
             self.next.set_argmax(token);
         }
         Ok(token)
+    }
+
+    /// Whether a device can choose the next token where it computes the logits: a single token is pending.
+    fn chooses_on_device(&self) -> bool {
+        let pending = self.cache.len().min(self.tokens.len());
+        let is_single = self.tokens.len() - pending == 1;
+        is_single && self.model.device().is_cuda() && self.next.logits().is_none()
+    }
+
+    /// The next token, chosen on the device after the pending one: see [`chooses_on_device`](Self::chooses_on_device).
+    fn choose_on_device(
+        &mut self,
+        sampler: &mut Sampler,
+        mask: Option<TokenMask<'_>>,
+        look_ahead: bool,
+    ) -> Result<u32> {
+        let pending = self.cache.len().min(self.tokens.len());
+        let work = vec![NewTokens {
+            tokens: &self.tokens[pending..],
+            sequence: &mut self.cache,
+            wanted: Wanted::Token(Choice {
+                allowed: mask,
+                ..sampler.choice(&self.tokens)
+            }),
+        }];
+        let (scratch, mut logits) = (&mut self.scratch, Vec::new());
+        let mut outputs = self.model.run(work, look_ahead, scratch, &mut logits)?;
+        match outputs.pop().transpose()? {
+            Some(Output::Token(token)) => {
+                sampler.moves_on();
+                Ok(token)
+            }
+            other => bail!(Internal, "{other:?} in the place of a token"),
+        }
+    }
+
+    /// Passes over a choice, because `token` is to be the next one. With `in_step` a device that can choose it does so, as its only token, and
+    /// so goes on with it in the step of other sequences; else the token only becomes pending.
+    fn choose_given(
+        &mut self,
+        sampler: &mut Sampler,
+        token: u32,
+        in_step: bool,
+        look_ahead: bool,
+    ) -> Result<()> {
+        let in_step = in_step && {
+            self.forget_outdated();
+            self.chooses_on_device()
+        };
+        if !in_step {
+            sampler.moves_on();
+            return Ok(());
+        }
+        let mut only = vec![0; token as usize / 32 + 1];
+        only[token as usize / 32] = 1 << (token % 32);
+        self.choose_on_device(sampler, Some(TokenMask(&only)), look_ahead)
+            .map(drop)
     }
 
     /// Runs the pending tokens, so that the logits are those after the last token.

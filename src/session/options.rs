@@ -72,7 +72,7 @@ pub struct GenerateOptions {
     /// together with what follows. The model's stop tokens, and those of the options, are chosen only where the text may end, and the
     /// generation ends as [`Finish::Stop`] where nothing can follow. One that ends otherwise may leave a text that does not fit.
     ///
-    /// A generation with a grammar drafts nothing. On a GPU its logits are copied to the host for each choice.
+    /// A generation with a grammar drafts nothing.
     pub grammar: Option<Arc<Grammar>>,
     /// Tool calls that are held to their tools' schemas, in a chat. Not together with `grammar`.
     pub tool_calls: ToolCalls,
@@ -107,8 +107,8 @@ impl GenerateOptions {
         self.grammar.is_some() || self.tool_calls != ToolCalls::Free
     }
 
-    /// Whether the host needs the logits of each choice.
-    pub(super) fn needs_logits(&self) -> bool {
+    /// Whether the generation drafts nothing: the host needs the logits of each choice, or its mask does not reach past the next token.
+    pub(super) fn excludes_drafts(&self) -> bool {
         self.replay
             || self.top_log_probabilities.is_some()
             || self.is_held()

@@ -8,8 +8,8 @@ use crate::engine::{NewTokens, Sequence};
 use crate::model::{Output, Wanted};
 use crate::ops::likelihood::{Likelihood, likelihoods};
 
-/// Most rows of logits in host memory at a time.
-const ROWS: usize = 64;
+/// Most continuations that run in a pass: each has blocks of its own.
+const CONTINUATIONS: usize = 64;
 
 /// A given token, as the model predicts it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -57,8 +57,8 @@ struct Changed;
 
 impl Session {
     /// Scores each of `continuations` as if it stood alone after the tokens of this session, with one [`ScoredToken`] for each of its tokens.
-    /// The session keeps its tokens. Continuations share its cached keys and values, and run together in passes of up to 64 tokens, whose
-    /// logits are in host memory at a time. On the CPU the results have the same bits however many there are.
+    /// The session keeps its tokens. Continuations share its cached keys and values, and up to 64 of them run together in passes as long as
+    /// those of prompts. On a GPU the logits stay on the device. On the CPU the results have the same bits however many there are.
     pub fn score(&mut self, continuations: &[&[u32]]) -> Result<Vec<Vec<ScoredToken>>> {
         for (i, tokens) in continuations.iter().enumerate() {
             let of_one = |e: crate::base::Error| e.within(format_args!("continuation {i}"));
@@ -99,17 +99,20 @@ impl Session {
             match (tokens.first(), self.next.logits()) {
                 (None, _) => {}
                 (Some(_), None) => scores.push(ScoredToken::UNPREDICTED),
-                (Some(&first), Some(logits)) => extend(scores, logits, &[first], cpu)?,
+                (Some(&first), Some(logits)) => {
+                    let found = likelihoods(logits, &[first], cpu)?;
+                    scores.extend(found.into_iter().map(ScoredToken::from));
+                }
             }
         }
         let lengths = continuations.iter().map(|tokens| tokens.len());
         call::expect(lengths.map(|len| len.saturating_sub(1) as u64).sum());
         let mut waiting = continuations.iter().enumerate();
         let mut reading: Vec<Reading<'_>> = Vec::new();
-        let mut logits = Vec::new();
         loop {
             let mut rows: usize = reading.iter().map(Reading::left).sum();
-            while rows < ROWS
+            while rows < self.model.pass_rows()
+                && reading.len() < CONTINUATIONS
                 && let Some((index, tokens)) = waiting.next()
             {
                 let mut sequence = self.cache.clone();
@@ -129,7 +132,7 @@ impl Session {
             if reading.is_empty() {
                 return Ok(Ok(scores));
             }
-            self.read(&mut reading, &mut logits, &mut scores, cpu)?;
+            self.read(&mut reading, &mut scores)?;
             for one in &reading {
                 if *weights.get_or_insert(one.sequence.weights()) != one.sequence.weights() {
                     return Ok(Err(Changed));
@@ -139,15 +142,9 @@ impl Session {
         }
     }
 
-    /// Runs up to [`ROWS`] tokens of these continuations, in their order, and scores the tokens after them.
-    fn read(
-        &mut self,
-        reading: &mut [Reading<'_>],
-        logits: &mut Vec<f32>,
-        scores: &mut [Vec<ScoredToken>],
-        cpu: &Cpu,
-    ) -> Result<()> {
-        let mut room = ROWS;
+    /// Runs the tokens of a pass of these continuations, in their order, and scores the tokens after them.
+    fn read(&mut self, reading: &mut [Reading<'_>], scores: &mut [Vec<ScoredToken>]) -> Result<()> {
+        let mut room = self.model.pass_rows();
         let (mut work, mut places) = (Vec::new(), Vec::new());
         for one in reading {
             let count = one.left().min(room);
@@ -157,30 +154,21 @@ impl Session {
             room -= count;
             let first = one.run;
             one.run += count;
-            places.push((one.index, &one.tokens[first + 1..][..count]));
+            places.push(one.index);
             work.push(NewTokens {
                 tokens: &one.tokens[first..one.run],
                 sequence: &mut one.sequence,
-                wanted: Wanted::All,
+                wanted: Wanted::Likelihoods(&one.tokens[first + 1..][..count]),
             });
         }
-        logits.clear();
-        let outputs = self.model.run(work, false, &mut self.scratch, logits)?;
-        let vocabulary = self.model.spec().vocab_size;
-        for ((index, targets), output) in places.into_iter().zip(outputs) {
-            let Output::Logits(rows) = output? else {
-                bail!(Internal, "a part of a continuation without logits");
+        let (scratch, mut logits) = (&mut self.scratch, Vec::new());
+        let outputs = self.model.run(work, false, scratch, &mut logits)?;
+        for (index, output) in places.into_iter().zip(outputs) {
+            let Output::Likelihoods(found) = output? else {
+                bail!(Internal, "a part of a continuation without likelihoods");
             };
-            let rows = &logits[rows.start * vocabulary..rows.end * vocabulary];
-            extend(&mut scores[index], rows, targets, cpu)?;
+            scores[index].extend(found.into_iter().map(ScoredToken::from));
         }
         call::check()
     }
-}
-
-/// Appends the scores of `tokens`, each by its row of logits.
-fn extend(scores: &mut Vec<ScoredToken>, logits: &[f32], tokens: &[u32], cpu: &Cpu) -> Result<()> {
-    let found = likelihoods(logits, tokens, cpu)?;
-    scores.extend(found.into_iter().map(ScoredToken::from));
-    Ok(())
 }

@@ -115,7 +115,11 @@ fn found(model: &Served, output: Output, logits: &[f32]) -> Found {
             let vocabulary = model.spec().vocab_size;
             logits[rows.start * vocabulary..rows.end * vocabulary].to_vec()
         }
-        Output::Cached | Output::Hidden(_) | Output::Token(_) | Output::Verified(_) => Vec::new(),
+        Output::Cached
+        | Output::Hidden(_)
+        | Output::Likelihoods(_)
+        | Output::Token(_)
+        | Output::Verified(_) => Vec::new(),
     };
     (output, rows)
 }

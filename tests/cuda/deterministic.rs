@@ -9,7 +9,8 @@ use NVFP4::cuda::{Biased, Gpu, LinearScratch, Matrix, ScratchDevice};
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::int8;
 use NVFP4::model::{Device, KvType, LoadOptions, Logits, Output, Scratch, Wanted};
-use NVFP4::session::{GenerateOptions, SamplingOptions, Session};
+use NVFP4::session::{GenerateOptions, LogitAdjustments, SamplingOptions, Session};
+use NVFP4::text::GrammarSource;
 
 use crate::common::{
     DEVICE_CASES, GEMMA4_CASES, LONG_CASES, MAMBA_CASES, RECURRENT_CASES, golden, options,
@@ -424,6 +425,57 @@ fn draft_models_change_no_token() {
                     assert_eq!(got.drafts.accepted, got.drafts.drafted, "{case}");
                 }
             }
+        }
+    }
+}
+
+/// Sixty-four threads, each held to a schema of its own, generate what each generates alone by logits in host memory, with forced tokens in
+/// steps of all and in passes of their own.
+#[test]
+fn grammars_of_many_threads_choose_what_the_host_chooses() {
+    const COUNT: usize = 64;
+    let Some(gpu) = gpu() else { return };
+    let model = load(&gpu, "qwen3_tied", false).unwrap();
+    let prompt = some_tokens(&model, 20);
+    let options = with_context(256);
+    let of = |number: usize, by_host: bool| {
+        let schema = format!(
+            r#"{{"type": "object", "properties": {{"k{number}": {{"type": "string", "maxLength": {}}}, "n": {{"type": "integer"}}}},
+            "required": ["k{number}", "n"], "additionalProperties": false}}"#,
+            3 + number % 9
+        );
+        let grammar = model.grammar(GrammarSource::JsonSchema(&schema)).unwrap();
+        let how = GenerateOptions {
+            max_tokens: 48,
+            sampling: SamplingOptions {
+                temperature: [0.0, 1.0][number % 2],
+                seed: Some(number as u64),
+                ..SamplingOptions::default()
+            },
+            grammar: Some(Arc::new(grammar)),
+            adjustments: LogitAdjustments {
+                // Changes nothing, and needs the logits.
+                bias: if by_host { vec![(0, 0.0)] } else { Vec::new() },
+                ..LogitAdjustments::default()
+            },
+            ..GenerateOptions::default()
+        };
+        let mut session = prompted(&model, &options, &prompt);
+        let made = session.generate(&how, &mut |_| ControlFlow::Continue(()));
+        made.unwrap().tokens
+    };
+    let together: Vec<Vec<u32>> = thread::scope(|scope| {
+        let of = &of;
+        let threads = (0..COUNT).map(|number| scope.spawn(move || of(number, false)));
+        let threads: Vec<_> = threads.collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    for (number, got) in together.iter().enumerate() {
+        let want = of(number, true);
+        assert!(want.len() > 5, "{want:?}");
+        assert_eq!(*got, want, "schema {number}");
+        if number % 8 == 0 {
+            assert_eq!(of(number, false), want, "schema {number} alone");
         }
     }
 }

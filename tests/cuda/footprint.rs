@@ -8,7 +8,9 @@ use NVFP4::base::ErrorKind;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::engine::capacity::{PlanOptions, plan};
 use NVFP4::engine::{NewTokens, Sequence, Served};
-use NVFP4::model::{Choice, Device, KvType, LoadOptions, SamplingOptions, Scratch, Wanted};
+use NVFP4::model::{
+    Choice, Device, KvType, LoadOptions, SamplingOptions, Scratch, TokenMask, Wanted,
+};
 
 use crate::common::{
     DEVICE_CASES, GEMMA4_CASES, MAMBA_CASES, RECURRENT_CASES, expect_kind, golden, options,
@@ -34,8 +36,9 @@ fn check_within(used: u64, planned: u64, what: &str) {
     assert!(used * 100 >= planned * 99, "{what}: {used} of {planned}");
 }
 
-/// Runs tokens of several sequences in one pass, and chooses one after each by `options`.
+/// Runs tokens of several sequences in one pass, and chooses one after each by `options`, by a mask of all.
 fn run(model: &Served, sequences: &mut [Sequence], tokens: &[u32], options: &SamplingOptions) {
+    let all = vec![u32::MAX; model.spec().vocab_size.div_ceil(32)];
     let work = sequences.iter_mut().map(|sequence| NewTokens {
         tokens,
         sequence,
@@ -43,7 +46,7 @@ fn run(model: &Served, sequences: &mut [Sequence], tokens: &[u32], options: &Sam
             options,
             draw: 7,
             history: tokens,
-            allowed: None,
+            allowed: Some(TokenMask(&all)),
         }),
     });
     let outputs = model.run(work.collect(), false, &mut Scratch::new(), &mut Vec::new());
@@ -61,7 +64,7 @@ fn load(path: &Path, load: &LoadOptions) -> Option<Arc<Served>> {
     }
 }
 
-/// Weights and tables take the planned bytes. Working memory does so after prompts of three sequences and a step with draws and penalties.
+/// Weights and tables take the planned bytes. Working memory does so after prompts of three sequences and a step with draws, penalties and masks.
 #[test]
 fn weights_and_working_memory_are_what_is_planned() {
     const COUNT: usize = 3;

@@ -4,14 +4,19 @@ use std::sync::Arc;
 
 use NVFP4::base::Result;
 use NVFP4::base::memory::Tag;
-use NVFP4::cuda::{self, DeviceBuffer, DrawRule, DrawScratch, Drawn, Gpu, Pinned};
+use NVFP4::cuda::{
+    self, DeviceBuffer, DrawRule, DrawScratch, Drawn, FoundLikelihood, Gpu, MaskRows, Pinned,
+};
+use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::random;
-use NVFP4::model::Device;
+use NVFP4::model::{Device, KvType, Output, Scratch, TokenMask, Wanted};
 use NVFP4::ops::sample::{self, Choice};
 use NVFP4::session::{Sampler, SamplingOptions};
 
 use crate::common::{golden, some_tokens};
-use crate::support::{generated, gpu, load_on, normal, poisoned, prompted, upload, with_context};
+use crate::support::{
+    generated, gpu, load_on, normal, poisoned, prompted, read_f32, upload, with_context,
+};
 
 #[test]
 fn the_argmax_is_the_first_of_equals() {
@@ -237,5 +242,216 @@ fn sampling_on_the_device_draws_the_same_tokens() {
         assert_eq!(generated(&mut s, 100, &sampling), want, "{sampling:?}");
         // The session goes on where the device kept the logits.
         assert_eq!(s.logits().unwrap(), by_host.logits().unwrap());
+    }
+}
+
+/// A mask of a random share of the tokens, a few at least.
+fn random_mask(vocabulary: usize, number: u64) -> Vec<u32> {
+    let share = [1, 8, 31, 32][(random::bits(3, number) % 4) as usize];
+    let bit = |token: u64| random::bits(90 + number, token) % 32 < share || token % 97 == 5;
+    let word = |word: u64| (0..32).fold(0, |bits, i| bits | u32::from(bit(32 * word + i)) << i);
+    (0..vocabulary.div_ceil(32) as u64).map(word).collect()
+}
+
+/// Masked logits have the bits that the host's mask leaves, and rows without a mask stay.
+#[test]
+fn masked_logits_are_those_of_the_host() {
+    let Some(gpu) = gpu() else { return };
+    for (case, (rows, vocabulary)) in [(1, 151_936), (5, 1000), (64, 32_001), (3, 31), (2, 8193)]
+        .into_iter()
+        .enumerate()
+    {
+        let mut on_device = MaskRows::new(&gpu, rows, vocabulary).unwrap();
+        for kind in [0, 3, UNUSABLE] {
+            let batch = Batch::new(&gpu, rows, vocabulary, case as u64, kind);
+            let mut want = batch.logits.clone();
+            let mut masks: Vec<(usize, Vec<u32>)> = Vec::new();
+            for row in (0..rows).filter(|row| row % 3 != 1) {
+                let mut mask = random_mask(vocabulary, (7 * row + case) as u64);
+                // Words that a mask lacks allow nothing, and bits past the vocabulary mean nothing.
+                match row % 9 {
+                    3 => mask.truncate(mask.len() / 2),
+                    6 => mask.push(u32::MAX),
+                    _ => {}
+                }
+                TokenMask(&mask).apply(&mut want[row * vocabulary..][..vocabulary]);
+                masks.push((row, mask));
+            }
+            let views: Vec<_> = masks.iter().map(|(row, mask)| (*row, &mask[..])).collect();
+            on_device.set(&views).unwrap();
+            cuda::mask_logits(&gpu, &batch.device, &on_device).unwrap();
+            let got = read_f32(&batch.device, rows * vocabulary);
+            let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+            assert!(got.iter().zip(&want).all(same), "{rows} of {vocabulary}");
+        }
+    }
+}
+
+/// Likelihoods against f64, and rows without a token.
+#[test]
+fn likelihoods_on_the_device_are_those_of_the_exact_softmax() {
+    let Some(gpu) = gpu() else { return };
+    for (case, (rows, vocabulary)) in [(1, 151_936), (64, 32_001), (5, 1000), (3, 31), (2, 1)]
+        .into_iter()
+        .enumerate()
+    {
+        for kind in 0..KINDS {
+            let batch = Batch::new(&gpu, rows, vocabulary, case as u64, kind);
+            let first_of = |row: usize| {
+                let logits = &batch.logits[row * vocabulary..][..vocabulary];
+                (0..vocabulary).fold(0, |b, i| if logits[i] > logits[b] { i } else { b })
+            };
+            let of_row = |row: usize| match row % 3 {
+                0 => first_of(row) as i32,
+                _ => (random::bits(8, row as u64) % vocabulary as u64) as i32,
+            };
+            let tokens: Vec<i32> = (0..rows).map(of_row).collect();
+            let found = poisoned(&gpu, rows * size_of::<FoundLikelihood>());
+            let given = upload(&gpu, &tokens);
+            let (given, to) = ((&given).into(), (&found).into());
+            cuda::likelihoods(&batch.device, rows, vocabulary, given, to).unwrap();
+            let mut got = vec![FoundLikelihood::default(); rows];
+            found.read(0, &mut got).unwrap();
+            for (row, found) in got.iter().enumerate() {
+                let logits = &batch.logits[row * vocabulary..][..vocabulary];
+                let what = format!("kind {kind}, row {row} of {rows}, {vocabulary} tokens");
+                let argmax = match Drawn::read(found.argmax) {
+                    Drawn::Token(token) => token as usize,
+                    Drawn::Unusable(at) => {
+                        assert!(logits[at as usize].is_nan(), "{what}");
+                        continue;
+                    }
+                    Drawn::AllRuledOut => panic!("{what}"),
+                };
+                assert_ne!(kind, UNUSABLE, "{what}");
+                assert_eq!(argmax, first_of(row), "{what}");
+                let largest = f64::from(logits[argmax]);
+                let sum: f64 = logits.iter().map(|&x| (f64::from(x) - largest).exp()).sum();
+                let want = f64::from(logits[tokens[row] as usize]) - largest - sum.ln();
+                let error = (f64::from(found.log_probability) - want).abs();
+                let is_near = error <= 1e-6 + want.abs() * 6e-8;
+                assert!(is_near || want == f64::NEG_INFINITY, "{what}: {error}");
+            }
+        }
+    }
+}
+
+/// Sequences that run together.
+struct Stepped {
+    sequences: Vec<Sequence>,
+    scratch: Scratch,
+}
+
+impl Stepped {
+    /// Sequences with the same prompt.
+    fn new(model: &Served, count: usize, prompt: &[u32]) -> Stepped {
+        let each = (0..count).map(|_| model.sequence(256, KvType::F16).unwrap());
+        let mut stepped = Stepped {
+            sequences: each.collect(),
+            scratch: Scratch::new(),
+        };
+        let texts = vec![prompt; count];
+        stepped.run(
+            model,
+            &texts,
+            &vec![Wanted::Nothing; count],
+            &mut Vec::new(),
+        );
+        stepped
+    }
+
+    /// Runs tokens of each, with look-ahead, and returns the outputs.
+    fn run(
+        &mut self,
+        model: &Served,
+        tokens: &[&[u32]],
+        wanted: &[Wanted<'_>],
+        logits: &mut Vec<f32>,
+    ) -> Vec<Result<Output>> {
+        let each = self.sequences.iter_mut().zip(tokens).zip(wanted);
+        let work = each.map(|((sequence, tokens), wanted)| NewTokens {
+            tokens,
+            sequence,
+            wanted: *wanted,
+        });
+        let scratch = &mut self.scratch;
+        model.run(work.collect(), true, scratch, logits).unwrap()
+    }
+}
+
+/// Steps that run ahead, of rows with and without masks that change from step to step, choose what the host chooses from the logits of the
+/// same steps; a mask without a token is the fault of its row alone.
+#[test]
+fn steps_choose_by_masks_as_the_host_does() {
+    const COUNT: usize = 7;
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let vocabulary = model.spec().vocab_size;
+    let prompt = some_tokens(&model, 30);
+    let none = vec![0; vocabulary.div_ceil(32)];
+    for is_drawn in [false, true] {
+        let options_of = |row: usize| SamplingOptions {
+            temperature: if is_drawn {
+                [0.0, 0.9, 1.3][row % 3]
+            } else {
+                0.0
+            },
+            top_p: [1.0, 0.9][row % 2],
+            repetition_penalty: if is_drawn && row == 4 { 1.3 } else { 1.0 },
+            seed: Some(row as u64),
+            ..SamplingOptions::default()
+        };
+        let options: Vec<SamplingOptions> = (0..COUNT).map(options_of).collect();
+        let mut on_device = Stepped::new(&model, COUNT, &prompt);
+        let mut on_host = Stepped::new(&model, COUNT, &prompt);
+        let mut texts: Vec<Vec<u32>> = (0..COUNT as u32)
+            .map(|row| [&prompt[..], &[row + 3]].concat())
+            .collect();
+        let mut scratch = sample::SampleScratch::default();
+        let mut masked = 0;
+        for step in 0..61 {
+            // Some steps in a row have no masks.
+            let has_mask = |row: usize| step % 20 < 15 && !(row + step / 4).is_multiple_of(3);
+            let mask_of = |row: usize| match has_mask(row) {
+                true if step == 60 && row == 2 => Some(none.clone()),
+                true => Some(random_mask(vocabulary, (step * COUNT + row) as u64)),
+                false => None,
+            };
+            let masks: Vec<Option<Vec<u32>>> = (0..COUNT).map(mask_of).collect();
+            let choice_of = |row: usize| Choice {
+                allowed: masks[row].as_deref().map(TokenMask),
+                ..choice(&options[row], step as u64, &texts[row])
+            };
+            let choices: Vec<Choice<'_>> = (0..COUNT).map(choice_of).collect();
+            let last: Vec<&[u32]> = texts.iter().map(|text| &text[text.len() - 1..]).collect();
+            let wanted: Vec<Wanted<'_>> = choices.iter().map(|c| Wanted::Token(*c)).collect();
+            let outputs = on_device.run(&model, &last, &wanted, &mut Vec::new());
+            let mut logits = Vec::new();
+            on_host.run(&model, &last, &[Wanted::Last; COUNT], &mut logits);
+            let mut chosen = Vec::new();
+            for (row, own) in logits.chunks_exact(vocabulary).enumerate() {
+                let what = format!("drawn: {is_drawn}, row {row}, step {step}");
+                match (
+                    &outputs[row],
+                    sample::sample(own, &choices[row], &mut scratch),
+                ) {
+                    (Ok(got), Ok(want)) => {
+                        assert_eq!(*got, Output::Token(want), "{what}");
+                        chosen.push(want);
+                    }
+                    (Err(got), Err(want)) => {
+                        assert_eq!((step, row), (60, 2), "{what}: {got}");
+                        assert_eq!(got.message(), want.message());
+                        assert!(got.message().contains("none of the 0 tokens"), "{got}");
+                        chosen.push(0);
+                    }
+                    (got, want) => panic!("{what}: {got:?}, not {want:?}"),
+                }
+            }
+            masked += masks.iter().flatten().count();
+            let each = texts.iter_mut().zip(chosen);
+            each.for_each(|(text, token)| text.push(token));
+        }
+        assert!(masked > 150, "{masked} masks");
     }
 }

@@ -165,6 +165,7 @@ fn scores_on_a_gpu_are_those_of_its_logits() {
     let mut session = prompted(&model, &options, &all[..20]);
     let continuations = [&all[20..120], &all[3..4], &all[60..100], &[]];
     let scores = session.score(&continuations).unwrap();
+    let mut argmaxes = 0;
     assert_eq!(session.tokens(), &all[..20]);
     for (tokens, scores) in continuations.iter().zip(&scores) {
         assert_eq!(scores.len(), tokens.len());
@@ -176,9 +177,20 @@ fn scores_on_a_gpu_are_those_of_its_logits() {
             // Steps and prompts sum in other orders.
             let got = f64::from(score.log_probability);
             assert!((got - want).abs() < 0.02, "{got} and not {want}");
+            argmaxes += usize::from(score.is_argmax);
             by_hand.decode(token).unwrap();
         }
     }
+    assert!(argmaxes < 20, "{argmaxes} of given tokens are argmaxes");
+    let greedy = generated(
+        &mut session.fork().unwrap(),
+        40,
+        &SamplingOptions::default(),
+    );
+    let scores = session.score(&[&greedy]).unwrap();
+    let argmaxes = scores[0].iter().filter(|score| score.is_argmax).count();
+    // At a near tie, a step and a prompt may differ.
+    assert!(argmaxes >= 36, "{argmaxes} of 40 greedy tokens");
 }
 
 #[test]

@@ -2686,9 +2686,8 @@ FUNCTIONS: Tuple[Function, ...] = (
         With an empty session they are whole texts, whose first token nothing predicts: begin them with the token that the model expects at
         the beginning, as NVFP4_model_tokenize() does.
 
-        The continuations share the cache of the session's tokens, and their tokens run together, up to 64 in a pass. The logits of one pass
-        at a time are in host memory, on a GPU too, which copies them there; nothing keeps them. On the CPU a result has the same bits alone
-        and beside others.
+        The continuations share the cache of the session's tokens, and up to 64 of them run together, in passes as long as those of a
+        prompt. On a GPU their logits stay on the device. On the CPU a result has the same bits alone and beside others.
 
         - `continuations`, `lengths`: `count` arrays of tokens with their lengths. #NVFP4_CONTEXT_FULL if one does not fit after the
           session's tokens; nothing is evicted.

@@ -3,8 +3,10 @@
 use std::sync::Arc;
 
 use NVFP4::base::Result;
-use NVFP4::engine::{Sequence, Served};
-use NVFP4::model::{KvType, Logits, Scratch};
+use NVFP4::base::error::bail;
+use NVFP4::engine::{NewTokens, Sequence, Served};
+use NVFP4::model::{KvType, Logits, Output, Scratch, Wanted};
+use NVFP4::ops::likelihood::Likelihood;
 
 /// Upper limit of logit bytes that a GPU computes at a time, unless [`FEWEST`] rows have more.
 const LOGIT_BYTES: usize = 64 << 20;
@@ -38,6 +40,11 @@ impl Reader {
         })
     }
 
+    /// Number of tokens to score at a time.
+    pub(super) fn scored_run(&self) -> usize {
+        self.model.pass_rows()
+    }
+
     /// Number of tokens to read at a time.
     pub(super) fn run(&self) -> usize {
         run_of(self.model.spec().vocab_size, self.model.device().is_cuda())
@@ -62,6 +69,23 @@ impl Reader {
     pub(super) fn read(&mut self, tokens: &[u32]) -> Result<&[f32]> {
         self.forward(tokens, Logits::All)?;
         Ok(&self.logits)
+    }
+
+    /// Reads tokens after those of earlier calls, and returns the likelihood of each of `next`, one after each. On a GPU the logits stay on the
+    /// device.
+    pub(super) fn score(&mut self, tokens: &[u32], next: &[u32]) -> Result<Vec<Likelihood>> {
+        let work = NewTokens {
+            tokens,
+            sequence: &mut self.cache,
+            wanted: Wanted::Likelihoods(next),
+        };
+        self.logits.clear();
+        let (scratch, logits) = (&mut self.scratch, &mut self.logits);
+        let mut outputs = self.model.run(vec![work], false, scratch, logits)?;
+        match outputs.pop().transpose()? {
+            Some(Output::Likelihoods(found)) => Ok(found),
+            other => bail!(Internal, "{other:?} in the place of likelihoods"),
+        }
     }
 
     fn forward(&mut self, tokens: &[u32], logits: Logits) -> Result<()> {

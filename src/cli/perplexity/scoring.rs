@@ -3,8 +3,6 @@
 
 use serde::Serialize;
 
-use super::reader::log_sum;
-
 /// Number of ways to choose: by the log-probability of a choice, and by that divided by the bytes of its text.
 pub(super) const WAYS: usize = 2;
 
@@ -32,14 +30,6 @@ impl Continuation {
             bytes,
         }
     }
-}
-
-/// Log-probability of `targets`, each with a row of logits.
-pub(super) fn log_probability(logits: &[f32], targets: &[u32]) -> f64 {
-    let rows = logits.chunks_exact(logits.len() / targets.len().max(1));
-    let rows = rows.zip(targets);
-    rows.map(|(row, &target)| f64::from(row[target as usize]) - log_sum(row).0)
-        .sum()
 }
 
 /// The choices of a model, in each of the [`WAYS`]; the first one on a tie.
@@ -104,15 +94,6 @@ mod tests {
         // The whole choice merged into it.
         assert_eq!(of(&[1, 2, 3], &[1, 2]), 1);
         assert_eq!(of(&[1], &[2]), 0);
-    }
-
-    #[test]
-    fn log_probabilities_by_hand() {
-        let ln = f32::ln;
-        // Probabilities 1/4 and 3/4, then 1/2 and 1/2.
-        let logits = [ln(1.0), ln(3.0), 2.0, 2.0];
-        let found = log_probability(&logits, &[1, 0]);
-        assert!((found - (0.75f64 * 0.5).ln()).abs() < 1e-6, "{found}");
     }
 
     #[test]

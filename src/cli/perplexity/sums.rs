@@ -2,6 +2,7 @@
 
 use NVFP4::base::Result;
 use NVFP4::base::error::bail;
+use NVFP4::ops::likelihood::Likelihood;
 
 use super::reader::log_sum;
 
@@ -30,7 +31,7 @@ struct AgainstReference {
 
 impl Predicted {
     /// The prediction of `target` by logits, beside those of a reference.
-    pub(super) fn new(logits: &[f32], reference: Option<&[f32]>, target: u32) -> Result<Self> {
+    pub(super) fn new(logits: &[f32], reference: &[f32], target: u32) -> Result<Self> {
         let target = target as usize;
         if target >= logits.len() {
             bail!(
@@ -40,22 +41,28 @@ impl Predicted {
             );
         }
         let (total, top) = log_sum(logits);
-        let against = |reference: &[f32]| {
-            let (reference_total, reference_top) = log_sum(reference);
-            let terms = logits.iter().zip(reference).map(|(&l, &r)| {
-                let expected = f64::from(r) - reference_total;
-                expected.exp() * (expected - (f64::from(l) - total))
-            });
-            AgainstReference {
+        let (reference_total, reference_top) = log_sum(reference);
+        let terms = logits.iter().zip(reference).map(|(&l, &r)| {
+            let expected = f64::from(r) - reference_total;
+            expected.exp() * (expected - (f64::from(l) - total))
+        });
+        Ok(Predicted {
+            loss: total - f64::from(logits[target]),
+            reference: Some(AgainstReference {
                 loss: reference_total - f64::from(reference[target]),
                 divergence: terms.sum(),
                 is_same_top: top == reference_top,
-            }
-        };
-        Ok(Predicted {
-            loss: total - f64::from(logits[target]),
-            reference: reference.map(against),
+            }),
         })
+    }
+}
+
+impl From<Likelihood> for Predicted {
+    fn from(found: Likelihood) -> Self {
+        Predicted {
+            loss: -f64::from(found.log_probability),
+            reference: None,
+        }
     }
 }
 
@@ -80,21 +87,21 @@ mod tests {
     fn equal_models_do_not_diverge_and_others_do() {
         let mut sums = Sums::default();
         let a = [0.0, 1.0f32.ln(), 3.0f32.ln()];
-        sums.add(&Predicted::new(&a, Some(&a), 2).unwrap());
+        sums.add(&Predicted::new(&a, &a, 2).unwrap());
         assert!((sums.loss - (5.0f64 / 3.0).ln()).abs() < 1e-6);
         assert!(sums.divergence.abs() < 1e-12);
         assert_eq!(sums.same, 1);
 
         // p = (1/2, 1/2) against q = (1/4, 3/4).
         let mut sums = Sums::default();
-        let token = Predicted::new(&[0.0, 3.0f32.ln()], Some(&[1.0, 1.0]), 0);
+        let token = Predicted::new(&[0.0, 3.0f32.ln()], &[1.0, 1.0], 0);
         sums.add(&token.unwrap());
         let expected = 0.5 * (0.5f64 / 0.25).ln() + 0.5 * (0.5f64 / 0.75).ln();
         assert!((sums.divergence - expected).abs() < 1e-6);
         assert!((sums.loss - 4f64.ln()).abs() < 1e-6);
         assert!((sums.reference_loss - 2f64.ln()).abs() < 1e-6);
         assert_eq!((sums.same, sums.predicted), (0, 1));
-        let e = Predicted::new(&a, None, 3).err().unwrap();
+        let e = Predicted::new(&a, &a, 3).err().unwrap();
         assert_eq!(e.kind(), NVFP4::base::ErrorKind::InvalidArgument);
         assert!(e.message().contains("token 3"), "{e}");
     }

@@ -13,7 +13,7 @@ use NVFP4::train::data::{MultipleChoice, multiple_choice};
 use serde::Serialize;
 
 use super::reader::Reader;
-use super::scoring::{Continuation, Share, WAYS, agreement, chosen, log_probability};
+use super::scoring::{Continuation, Share, WAYS, agreement, chosen};
 use crate::cli::output;
 
 /// Questions of a file.
@@ -106,10 +106,14 @@ fn log_probabilities(reader: &mut Reader, choices: &[Continuation]) -> Result<Ve
             &choice.tokens[choice.first - 1..choice.tokens.len() - 1],
             &choice.tokens[choice.first..],
         );
-        let run = reader.run();
+        let run = reader.scored_run();
         let mut sum = 0.0;
         for (inputs, targets) in inputs.chunks(run).zip(targets.chunks(run)) {
-            sum += log_probability(reader.read(inputs)?, targets);
+            let found = reader.score(inputs, targets)?;
+            sum += found
+                .iter()
+                .map(|f| f64::from(f.log_probability))
+                .sum::<f64>();
         }
         Ok(sum)
     });

@@ -70,7 +70,11 @@ pub(super) fn measure(
         .transpose()?;
     let bar = output::count_bar("reading", windows.iter().map(|w| w.len() as u64).sum());
     let pool = Pool::new(Pool::default_threads()?)?;
-    let (mut sums, run) = (Sums::default(), reader.run());
+    let run = match other {
+        Some(_) => reader.run(),
+        None => reader.scored_run(),
+    };
+    let mut sums = Sums::default();
     for window in windows {
         reader.truncate(0)?;
         if let Some(other) = &mut other {
@@ -79,17 +83,19 @@ pub(super) fn measure(
         // The last token has no successor to predict.
         let inputs = &window[..window.len() - 1];
         for (inputs, targets) in inputs.chunks(run).zip(window[1..].chunks(run)) {
-            let logits = reader.read(inputs)?;
-            let expected = match &mut other {
-                Some(other) => Some(other.read(inputs)?),
-                None => None,
+            let Some(other) = &mut other else {
+                let found = reader.score(inputs, targets)?;
+                found.into_iter().for_each(|found| sums.add(&found.into()));
+                bar.inc(inputs.len() as u64);
+                continue;
             };
+            let (logits, expected) = (reader.read(inputs)?, other.read(inputs)?);
             let tokens: Vec<OnceLock<Result<Predicted>>> =
                 targets.iter().map(|_| OnceLock::new()).collect();
             pool.run(targets.len(), |i| {
                 let row = i * vocabulary..(i + 1) * vocabulary;
-                let expected = expected.map(|expected| &expected[row.clone()]);
-                tokens[i].get_or_init(|| Predicted::new(&logits[row], expected, targets[i]));
+                let (logits, expected) = (&logits[row.clone()], &expected[row]);
+                tokens[i].get_or_init(|| Predicted::new(logits, expected, targets[i]));
             });
             for token in tokens.into_iter().filter_map(OnceLock::into_inner) {
                 sums.add(&token?);

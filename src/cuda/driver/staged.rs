@@ -27,20 +27,21 @@ impl StagedBuffer {
     /// Enqueues a copy of `values` to the beginning of this memory. Only waits if the copy before the last one has not ended.
     pub fn write<T: Plain>(&mut self, values: &[T]) -> Result<()> {
         let bytes = as_bytes(values);
-        if bytes.len() > self.buffer.bytes() {
+        self.write_with(bytes.len(), |out| out.copy_from_slice(bytes))
+    }
+
+    /// As [`write`](Self::write), of `len` bytes that `fill` writes to page-locked memory.
+    pub fn write_with(&mut self, len: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+        if len > self.buffer.bytes() {
             bail!(
                 Internal,
-                "{} bytes for a device buffer of {}",
-                bytes.len(),
+                "{len} bytes for a device buffer of {}",
                 self.buffer.bytes()
             );
         }
-        self.staging.next()?[..bytes.len()].copy_from_slice(bytes);
+        fill(&mut self.staging.next()?[..len]);
         // SAFETY: the buffer has that many bytes.
-        unsafe {
-            self.staging
-                .send(&[(0..bytes.len(), self.buffer.address())])
-        }
+        unsafe { self.staging.send(&[(0..len, self.buffer.address())]) }
     }
 
     /// The memory from a byte on.

@@ -188,7 +188,7 @@ impl Executor {
             rows: pass.rows,
             kv: source.kv.kind(),
             splits: self.splits(source, pass.rows, pass.last + pass.done),
-            selection: pass.selection,
+            selection: Some(pass.selection),
             long: pass.long,
             kind: GraphKind::Guess,
         };

@@ -61,7 +61,8 @@ pub(super) struct GraphKey {
     pub(super) kv: KvType,
     /// Indexed like [`Sizes::attentions`](super::sizes::Sizes::attentions).
     pub(super) splits: Vec<SplitKv>,
-    pub(super) selection: Selection,
+    /// `None` for a pass that ends with logits, from which tokens are chosen afterwards.
+    pub(super) selection: Option<Selection>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
     pub(super) kind: GraphKind,

@@ -14,7 +14,7 @@ use crate::base::memory::Tag;
 use crate::base::{Error, Result};
 use crate::cuda::{
     self, Best, DeviceBuffer, DeviceSlice, DrawRule, DrawScratch, Drawn, ExpertScratch, Gpu,
-    LinearScratch, NormScratch, Pinned, ScratchDevice, SplitKvWorkspace,
+    LinearScratch, MaskRows, NormScratch, Pinned, ScratchDevice, SplitKvWorkspace,
 };
 use crate::model::kv::{KvTables, NULL_BLOCK, StateBlocks};
 use crate::ops::sample::Choice;
@@ -46,6 +46,8 @@ pub(super) struct Memory {
     pub(super) best: Best,
     /// Allocated by the first draw.
     pub(super) draw: Option<DrawScratch>,
+    /// Allocated by the first choice by a mask.
+    masks: Option<MaskRows>,
     /// One u32 per row: 1 + the first block with queries, keys or values beyond f16, or 0.
     pub(super) unfit: DeviceBuffer,
     /// One u32 per row: 1 + the first block with a gate or up projection, or the output of a recurrent layer's norm, beyond f16, or 0.
@@ -118,6 +120,7 @@ impl Memory {
                 .collect::<Result<_>>()?,
             best: Best::new(gpu, head_rows.max(batch))?,
             draw: None,
+            masks: None,
             unfit: notes()?,
             overflow: notes()?,
             unroutable: notes()?,
@@ -302,10 +305,22 @@ impl Memory {
         Ok(())
     }
 
-    /// Begins a step, after which the state is unknown until it is set again: see [`DeviceState::begin`].
-    pub(super) fn begin(&mut self, input: &StepInput, continues: bool) -> Result<Begin> {
+    /// Begins a step, which chooses by `masks` or without any. The state is unknown afterwards until it is set again: see
+    /// [`DeviceState::begin`].
+    pub(super) fn begin(
+        &mut self,
+        input: &StepInput,
+        continues: bool,
+        masks: bool,
+    ) -> Result<Begin> {
         match self.state.take_ahead() {
-            Some(ahead) if continues && ahead.input == *input => Ok(Begin::Enqueued(ahead.event)),
+            Some(ahead) if continues && ahead.chooses && !masks && ahead.input == *input => {
+                Ok(Begin::Enqueued(ahead.event))
+            }
+            Some(ahead) if continues && !ahead.chooses && ahead.input.has_logits_of(input) => {
+                let rules = ahead.input.rules != input.rules;
+                Ok(Begin::Choose { rules })
+            }
             Some(ahead) => {
                 self.abandon(&ahead)?;
                 Ok(Begin::WriteAll)
@@ -459,6 +474,31 @@ impl Memory {
             Some(scratch) => Ok(scratch),
             none => Ok(none.insert(DrawScratch::new(gpu, self.batch, sizes.vocab)?)),
         }
+    }
+
+    /// Enqueues the exclusion of tokens that masks of these choices, one for each of the first rows of logits, do not allow.
+    pub(super) fn mask(
+        &mut self,
+        gpu: &Arc<Gpu>,
+        sizes: &Sizes,
+        choices: &[Choice<'_>],
+    ) -> Result<()> {
+        let masks = choices.iter().enumerate();
+        let masks = masks.filter_map(|(row, choice)| Some((row, choice.allowed?.0)));
+        let masks: Vec<(usize, &[u32])> = masks.collect();
+        if masks.is_empty() {
+            return Ok(());
+        }
+        if self.masks.as_ref().is_some_and(|m| m.rows() < masks.len()) {
+            self.masks = None;
+        }
+        let room = self.batch.max(masks.len());
+        let to = match &mut self.masks {
+            Some(to) => to,
+            none => none.insert(MaskRows::new(gpu, room, sizes.vocab)?),
+        };
+        to.set(&masks)?;
+        cuda::mask_logits(gpu, &self.logits, to)
     }
 
     /// The token that a step of `rows` rows drew for a position of a sequence, if the history still holds it. The kernel divides the

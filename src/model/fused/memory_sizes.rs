@@ -7,8 +7,8 @@ use super::sizes::Sizes;
 use crate::base::Result;
 use crate::base::memory::Bytes;
 use crate::cuda::{
-    self, Best, DrawScratch, ExpertScratch, Layout, LinearScratch, NormScratch, ScratchDevice,
-    SplitKvWorkspace,
+    self, Best, DrawScratch, ExpertScratch, Layout, LinearScratch, MaskRows, NormScratch,
+    ScratchDevice, SplitKvWorkspace,
 };
 
 /// Number of steps that the device may run ahead of the host.
@@ -111,7 +111,7 @@ impl BufferBytes {
     }
 }
 
-/// Bytes of working memory with room for these passes, for draws with repetition penalties too.
+/// Bytes of working memory with room for these passes, for draws with repetition penalties and masks too.
 pub(in crate::model) fn working_bytes(
     sizes: &Sizes,
     device: ScratchDevice,
@@ -156,6 +156,7 @@ pub(in crate::model) fn working_bytes(
         buffers.head_gate,
         Best::bytes_of(head_rows.max(batch)),
         DrawScratch::bytes_of(batch, sizes.vocab),
+        MaskRows::bytes_of(batch, sizes.vocab),
         sizes
             .recurrent
             .map_or(0, |sizes| RecurrentScratch::bytes_of(sizes, rows, batch)),

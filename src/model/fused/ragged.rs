@@ -13,9 +13,10 @@ use super::plan::{self, Applied, Norm, Normed, Rows};
 use crate::base::error::err;
 use crate::base::memory::{Tag, zeros};
 use crate::base::{Error, Result, call};
-use crate::cuda::{self, DeviceBuffer, DeviceSlice, Drawn, Event};
+use crate::cuda::{self, DeviceBuffer, DeviceSlice, Drawn, Event, FoundLikelihood};
 use crate::model::kv::{KvTables, StateBlocks};
-use crate::ops::sample::{self, Choice};
+use crate::ops::likelihood::Likelihood;
+use crate::ops::sample::{self, Choice, TokenMask};
 
 /// Maximum number of rows of a pass.
 pub(in crate::model) const ROWS: usize = 4096;
@@ -209,26 +210,64 @@ impl Ragged<'_> {
         Ok(hidden)
     }
 
+    /// The likelihood of each of `tokens` by the logits of its row.
+    pub(in crate::model) fn likelihoods(
+        &mut self,
+        rows: &[usize],
+        tokens: &[u32],
+    ) -> Result<Vec<Result<Likelihood>>> {
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        let Lowered { gpu, sizes, .. } = &self.executor.lowered;
+        let given = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, tokens)?;
+        let each = size_of::<FoundLikelihood>();
+        let found = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows.len() * each)?;
+        for (i, part) in rows.chunks(HEAD_ROWS).enumerate() {
+            self.head(part)?;
+            let of_part = |buffer, bytes: usize| {
+                let first = i * HEAD_ROWS * bytes;
+                DeviceSlice::from(buffer).part(first..first + part.len() * bytes)
+            };
+            let (own, to) = (of_part(&given, 4)?, of_part(&found, each)?);
+            cuda::likelihoods(&self.memory.logits, part.len(), sizes.vocab, own, to)?;
+        }
+        let mut all = vec![FoundLikelihood::default(); rows.len()];
+        found.read(0, &mut all)?;
+        let each = all.into_iter().zip(tokens).map(|(found, &token)| {
+            let argmax = token_of(Some(Drawn::read(found.argmax)), sizes.vocab, None)?;
+            Ok(Likelihood {
+                log_probability: found.log_probability,
+                is_argmax: argmax == token,
+            })
+        });
+        Ok(each.collect())
+    }
+
     /// The next tokens after these rows, chosen by `choices`; on the device if all are the argmax.
     pub(in crate::model) fn choose(
         &mut self,
         rows: &[usize],
         choices: &[Choice<'_>],
     ) -> Result<Vec<Result<u32>>> {
-        let Lowered { gpu, sizes, .. } = &self.executor.lowered;
+        let executor = self.executor;
+        let Lowered { gpu, sizes, .. } = &executor.lowered;
         let (mut logits, mut scratch) = (Vec::new(), sample::SampleScratch::default());
         let mut chosen = Vec::with_capacity(rows.len());
         for (rows, choices) in rows.chunks(HEAD_ROWS).zip(choices.chunks(HEAD_ROWS)) {
             self.head(rows)?;
-            let memory = &self.memory;
+            let memory = &mut self.memory;
             if choices.iter().all(|choice| choice.options.is_greedy()) {
+                memory.mask(gpu, sizes, choices)?;
                 let (best, tokens) = (&memory.best, &memory.tokens);
                 let n = rows.len();
                 cuda::argmax(gpu, &memory.logits, n, sizes.vocab, best, tokens, None)?;
                 let mut said = vec![0i32; n];
                 tokens.read(0, &mut said)?;
-                let tokens = said.into_iter().map(Drawn::read);
-                chosen.extend(tokens.map(|drawn| token_of(Some(drawn), sizes.vocab)));
+                let each = said.into_iter().map(Drawn::read).zip(choices);
+                chosen.extend(
+                    each.map(|(drawn, choice)| token_of(Some(drawn), sizes.vocab, choice.allowed)),
+                );
                 continue;
             }
             logits.clear();
@@ -345,11 +384,15 @@ impl Ragged<'_> {
     }
 }
 
-/// The token chosen by the device, or the error if there is none.
-pub(super) fn token_of(drawn: Option<Drawn>, vocabulary: usize) -> Result<u32> {
+/// The token chosen by the device among those that `allowed` allows, or the error if there is none.
+pub(super) fn token_of(
+    drawn: Option<Drawn>,
+    vocabulary: usize,
+    allowed: Option<TokenMask<'_>>,
+) -> Result<u32> {
     match drawn {
         Some(Drawn::Token(token)) => Ok(token),
-        Some(Drawn::AllRuledOut) => Err(sample::all_ruled_out(vocabulary)),
+        Some(Drawn::AllRuledOut) => Err(sample::all_ruled_out(vocabulary, allowed)),
         Some(Drawn::Unusable(token)) => Err(sample::unusable(token as usize)),
         None => Err(err!(Internal, "the device chose no token")),
     }

@@ -52,6 +52,14 @@ impl StepInput {
         self
     }
 
+    /// Whether the logits of another step are those of this one: tokens aside, they differ in the settings of draws at most.
+    pub(super) fn has_logits_of(&self, other: &StepInput) -> bool {
+        self.rows == other.rows
+            && self.states == other.states
+            && self.long == other.long
+            && self.follows == other.follows
+    }
+
     /// The last position.
     pub(super) fn last(&self) -> usize {
         self.rows.iter().map(|row| row.position).max().unwrap_or(0)
@@ -75,6 +83,8 @@ pub(super) struct AheadStep {
     pub(super) input: StepInput,
     /// Follows the step.
     pub(super) event: Event,
+    /// Whether it chooses tokens. If not, it ends with logits, because the choice waits for masks.
+    pub(super) chooses: bool,
     /// Where it stores keys and values.
     cache: Arc<KvCache>,
     slots: Vec<RowSlot>,
@@ -84,6 +94,7 @@ impl AheadStep {
     pub(super) fn new(
         input: StepInput,
         event: Event,
+        chooses: bool,
         tables: &[&KvTables],
         cache: &Arc<KvCache>,
     ) -> AheadStep {
@@ -104,6 +115,7 @@ impl AheadStep {
         AheadStep {
             input,
             event,
+            chooses,
             cache: cache.clone(),
             slots,
         }
@@ -140,6 +152,8 @@ pub(super) enum DeviceState {
 pub(super) enum Begin {
     /// Nothing: it is enqueued already, and the event follows it.
     Enqueued(Event),
+    /// The settings of draws, if `rules`: it is enqueued up to its logits, and only the choice of tokens is left.
+    Choose { rules: bool },
     /// Nothing.
     Launch,
     /// The settings of draws.

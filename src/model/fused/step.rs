@@ -44,11 +44,19 @@ struct Sequences<'a> {
     rows: usize,
 }
 
+impl Sequences<'_> {
+    /// Whether tokens are chosen by masks.
+    fn have_masks(&self) -> bool {
+        self.choices.iter().any(|choice| choice.allowed.is_some())
+    }
+}
+
 impl Executor {
     /// Runs one token of each of several sequences, at most [`BATCH`], which must use the same RoPE table. The drafter follows all of them or
     /// none, and no first token. Returns the next token of each sequence that asks for one, and appends the logits of the others to `logits`,
     /// one row each. With `look_ahead`, enqueues the following step at once, for the likely case that these sequences continue with those
-    /// tokens, if they have blocks for it and all of them ask for one: logits are read after the step, whose place the next one takes.
+    /// tokens, if they have blocks for it and all of them ask for one: logits are read after the step, whose place the next one takes. After
+    /// choices by masks, the following step ends with its logits: its masks depend on the tokens, and the host makes them while it runs.
     pub(in crate::model) fn step(
         &self,
         source: Source<'_>,
@@ -80,6 +88,7 @@ impl Executor {
             follows: !sequences.before.is_empty(),
         };
         let look_ahead = look_ahead && steps.iter().all(|step| choice_of(step).is_some());
+        let chooses = !sequences.have_masks();
         let mut memory = self.memory();
         let done = self.begin(source, &input, &sequences, &mut memory)?;
         let next = input.next(each_state(&sequences, |state, _| state.of_pass_ahead()));
@@ -92,12 +101,12 @@ impl Executor {
         memory.state = match look_ahead && fits && has_blocks {
             true => {
                 let ahead = self
-                    .launch(source, &next, &sequences, &mut memory)
+                    .launch(source, &next, &sequences, chooses, &mut memory)
                     .and_then(|()| Event::record(&self.lowered.gpu));
                 match ahead {
                     Ok(event) => {
-                        let tables = &sequences.tables;
-                        DeviceState::Ahead(AheadStep::new(next, event, tables, source.kv))
+                        let (tables, kv) = (&sequences.tables, source.kv);
+                        DeviceState::Ahead(AheadStep::new(next, event, chooses, tables, kv))
                     }
                     Err(e) => {
                         enqueued = Err(e);
@@ -149,9 +158,9 @@ impl Executor {
         let mut outputs: Vec<Result<Option<u32>>> = drawn
             .iter()
             .enumerate()
-            .map(|(row, drawn)| match chooses(row) {
-                true => token_of(*drawn, vocabulary).map(Some),
-                false => Ok(None),
+            .map(|(row, drawn)| match choice_of(steps[row]) {
+                Some(choice) => token_of(*drawn, vocabulary, choice.allowed).map(Some),
+                None => Ok(None),
             })
             .collect();
         if (0..batch).any(|row| !chooses(row)) {
@@ -224,10 +233,11 @@ impl Executor {
         let Lowered { gpu, sizes, .. } = &self.lowered;
         memory.fit(gpu, sizes, rows, rows, rows, pages)?;
         let continues = memory.drew(tokens, positions, rows);
-        let begin = memory.begin(input, continues)?;
+        let has_masks = sequences.have_masks();
+        let begin = memory.begin(input, continues, has_masks)?;
         match begin {
             Begin::Enqueued(event) => return Ok(event),
-            Begin::Launch | Begin::WriteRules => {}
+            Begin::Launch | Begin::WriteRules | Begin::Choose { .. } => {}
             Begin::WriteAll => {
                 memory.write_step(tokens, positions, tables, rows)?;
                 if input.follows {
@@ -235,22 +245,34 @@ impl Executor {
                 }
             }
         }
-        if matches!(begin, Begin::WriteRules | Begin::WriteAll) && !input.rules.is_empty() {
+        let writes_rules = matches!(
+            begin,
+            Begin::WriteRules | Begin::WriteAll | Begin::Choose { rules: true }
+        );
+        if writes_rules && !input.rules.is_empty() {
             let (mut rules, mut choices) = (input.rules.clone(), choices.clone());
             rules.resize(rows, GREEDY.rule());
             choices.resize(rows, GREEDY);
             memory.write_rules(gpu, sizes, &rules, &choices)?;
         }
-        self.launch(source, input, sequences, memory)?;
+        let is_enqueued = matches!(begin, Begin::Choose { .. });
+        if !is_enqueued {
+            self.launch(source, input, sequences, !has_masks, memory)?;
+        }
+        if is_enqueued || has_masks {
+            memory.mask(gpu, sizes, choices)?;
+            self.choose(rows, selection(&input.rules), memory, &memory.history)?;
+        }
         Event::record(gpu)
     }
 
-    /// Enqueues a step whose input is in memory but for blocks that were appended.
+    /// Enqueues a step whose input is in memory but for blocks that were appended. Unless it `chooses` tokens, it ends with its logits.
     fn launch(
         &self,
         source: Source<'_>,
         input: &StepInput,
         sequences: &Sequences<'_>,
+        chooses: bool,
         memory: &mut Memory,
     ) -> Result<()> {
         memory.append_blocks(&sequences.tables)?;
@@ -260,7 +282,7 @@ impl Executor {
             rows,
             kv: source.kv.kind(),
             splits: self.splits(source, rows, input.last()),
-            selection: selection(&input.rules),
+            selection: chooses.then(|| selection(&input.rules)),
             long: input.long,
             kind: GraphKind::Step {
                 follows: input.follows,
@@ -350,10 +372,23 @@ impl Executor {
         steps.iter().try_for_each(|step| pass.enqueue(step))
     }
 
-    /// Enqueues the choice of a token for each row, from logits in memory. Tokens go to `chosen` by position, and to the next pass.
+    /// Enqueues the end of a recorded pass: the choice of a token for each row, if its key has one.
     pub(super) fn select(&self, key: &GraphKey, memory: &Memory, chosen: &Pinned) -> Result<()> {
-        let batch = key.rows;
-        match (key.selection, &memory.draw) {
+        match key.selection {
+            Some(selection) => self.choose(key.rows, selection, memory, chosen),
+            None => Ok(()),
+        }
+    }
+
+    /// Enqueues the choice of a token for each row, from logits in memory. Tokens go to `chosen` by position, and to the next pass.
+    fn choose(
+        &self,
+        batch: usize,
+        selection: Selection,
+        memory: &Memory,
+        chosen: &Pinned,
+    ) -> Result<()> {
+        match (selection, &memory.draw) {
             (Selection::Argmax, _) => cuda::argmax(
                 &self.lowered.gpu,
                 &memory.logits,
@@ -388,6 +423,7 @@ fn choice_of<'a>(segment: &Segment<'a>) -> Option<Choice<'a>> {
         | Wanted::All
         | Wanted::LastHidden
         | Wanted::AllHidden
+        | Wanted::Likelihoods(_)
         | Wanted::Verified(_) => None,
     }
 }

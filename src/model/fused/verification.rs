@@ -164,7 +164,7 @@ impl Executor {
             rows,
             kv: source.kv.kind(),
             splits: self.splits(source, rows, last),
-            selection: selection(&rules),
+            selection: Some(selection(&rules)),
             long: false,
             kind: GraphKind::Verification {
                 follows: !before.is_empty(),
@@ -216,7 +216,7 @@ impl Executor {
                 hidden: hidden.collect::<Result<_>>()?,
                 tokens: tokens
                     .into_iter()
-                    .map(|t| token_of(t, vocabulary))
+                    .map(|t| token_of(t, vocabulary, None))
                     .collect(),
                 has_faults: false,
             });

@@ -1,6 +1,6 @@
 // The kernels between products and attention on the CPU, against f64 and against sorting: kernels/norm/rms_norm.cu,
 // kernels/norm/post_norm.cu, kernels/norm/drafter.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu,
-// kernels/sample/argmax.cu and the unfused kernels as they ship, with their instructions emulated as the PTX ISA describes them. Prints "ok"
+// kernels/sample/{argmax,likelihood,mask}.cu and the unfused kernels as they ship, with their instructions emulated as the PTX ISA describes them. Prints "ok"
 // or the first error.
 #include "cuda.hpp"
 
@@ -44,6 +44,12 @@ namespace unfused {
 }
 namespace best {
 #include "sample/argmax.cu"
+}
+namespace given {
+#include "sample/likelihood.cu"
+}
+namespace excluded {
+#include "sample/mask.cu"
 }
 
 static void expect(bool held, const char* what, int row, int i, double got, double want) {
@@ -416,6 +422,47 @@ static void check_argmax(int kind, int rows, int vocabulary, int blocks) {
     }
 }
 
+// Log-probabilities of tokens in all kinds of logits, against f64.
+static void check_likelihood(int kind, int rows, int vocabulary) {
+    std::vector<float> x = logits_of(kind, rows, vocabulary);
+    std::vector<int> tokens(rows);
+    std::vector<given::Likelihood> found(rows);
+    for (int r = 0; r < rows; r++) tokens[r] = (r * 331 + 7) % vocabulary;
+    given::Arguments a = {x.data(), tokens.data(), found.data(), vocabulary};
+    launch(rows, 1, 1, given::THREADS, [&] { given::likelihood(a); });
+    for (int r = 0; r < rows; r++) {
+        const float* row = &x[(size_t)r * vocabulary];
+        int largest = ranking(row, vocabulary)[0], choice = largest;
+        if (kind == 5) choice = -2 - vocabulary / 2;
+        if (kind == 6) choice = -1;
+        expect(found[r].choice == choice, "the argmax beside a likelihood", kind, r, found[r].choice, choice);
+        if (choice < 0) continue;
+        double sum = 0;
+        for (int i = 0; i < vocabulary; i++) sum += std::exp((double)row[i] - row[largest]);
+        double want = (double)row[tokens[r]] - row[largest] - std::log(sum), got = found[r].log_probability;
+        expect(got == want || std::fabs(got - want) <= 1e-6 + std::fabs(want) * 6e-8, "a log-probability", kind, r, got, want);
+    }
+}
+
+// Masks of some rows: excluded tokens become minus infinity, and nothing else changes.
+static void check_mask(int rows, int vocabulary) {
+    int words = ceil_div(vocabulary, 32), count = 0;
+    std::vector<float> x = logits_of(0, rows, vocabulary), want = x;
+    std::vector<u32> masks, masked;
+    for (int r = rows - 1; r >= 0; r -= 2, count++) {
+        masked.push_back(r);
+        for (int w = 0; w < words; w++) {
+            u32 word = (u32)(r * 7919 + w * 104729) * 2654435761u;
+            masks.push_back(word);
+            for (int i = 32 * w; i < std::min(32 * w + 32, vocabulary); i++)
+                if (!(word >> i % 32 & 1)) want[(size_t)r * vocabulary + i] = -INFINITY;
+        }
+    }
+    excluded::Arguments a = {x.data(), masks.data(), masked.data(), vocabulary, words};
+    launch(ceil_div(words, excluded::THREADS), count, 1, excluded::THREADS, [&] { excluded::mask_logits(a); });
+    for (size_t i = 0; i < x.size(); i++) expect(x[i] == want[i], "a masked logit", i / vocabulary, i % vocabulary, x[i], want[i]);
+}
+
 int main() {
     check_drafter(3, 48);
     check_drafter(5, 2560);
@@ -449,5 +496,9 @@ int main() {
     check_pointwise(5, 200, 2);
     for (int kind = 0; kind < 7; kind++) check_argmax(kind, 2, 1000, 3);
     check_argmax(1, 1, 50, 4);
+    for (int kind = 0; kind < 7; kind++) check_likelihood(kind, 2, 2500);
+    check_likelihood(0, 3, 40);
+    check_mask(3, 9000);
+    check_mask(2, 31);
     puts("ok");
 }
