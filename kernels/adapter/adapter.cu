@@ -13,6 +13,7 @@
 constexpr int TILE_ROWS = 16;
 constexpr int RANK_STEP = 16;       // ranks are multiples of this
 constexpr int SHRINK_THREADS = 256;
+constexpr int SHRINK_BLOCKS = 2;       // on a multiprocessor at least
 constexpr int SHRINK_WARPS = SHRINK_THREADS / WARP;
 constexpr int WARP_K = 2 * WARP;    // elements of K that a warp takes: a lane has one of each of two neighbouring blocks
 constexpr int STEP_K = SHRINK_WARPS * WARP_K;
@@ -119,6 +120,7 @@ struct ShrinkArguments {
     Low low;
     int first;              // projection of the group among those of the model
     float factor;           // by which x was divided
+    int block_rows;         // rows of a tile that a block takes: ROWS_AT_ONCE, or all
 };
 
 // The sums of RANK_STEP values over the lanes of a warp. Lanes 2 r and 2 r + 1 get that of value r.
@@ -139,7 +141,7 @@ __device__ __forceinline__ float sums_over_lanes(float (&v)[RANK_STEP]) {
 }
 
 template <bool FRAGMENTS>
-__device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowTile& tile, const Factors& f) {
+__device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowTile& tile, const Factors& f, int first_row, int end_row) {
     __shared__ float sums[SHRINK_WARPS][TILE_ROWS][RANK_STEP];
     int lane = lane_id(), warp = threadIdx.x / WARP, k = a.low.k, length = Low::split(f.rank);
     int begin = blockIdx.x * length, end = min(begin + length, k), groups = ceil_div(a.low.rows, GROUP_ROWS);
@@ -154,11 +156,11 @@ __device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowT
             if (f.a_type == F16) load_columns<F16>(f.a, k, rank, at, end, first, second);
             if (f.a_type == BF16) load_columns<BF16>(f.a, k, rank, at, end, first, second);
 #pragma unroll 1
-            for (int from = 0; from < tile.rows; from += ROWS_AT_ONCE) {
+            for (int from = first_row; from < end_row; from += ROWS_AT_ONCE) {
                 float x[ROWS_AT_ONCE], next[ROWS_AT_ONCE];
 #pragma unroll
                 for (int i = 0; i < ROWS_AT_ONCE; i++) {
-                    int row = from + i < tile.rows ? tile.row[from + i] : -1;
+                    int row = from + i < end_row ? tile.row[from + i] : -1;
                     auto load = [&](int k) {
                         size_t place = FRAGMENTS ? fragment_index(groups, row, k) : (size_t)row * a.low.k + k;
                         return f16_to_float(a.x[place]);
@@ -168,7 +170,7 @@ __device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowT
                 }
 #pragma unroll
                 for (int i = 0; i < ROWS_AT_ONCE; i++) {
-                    if (from + i >= tile.rows) break;
+                    if (from + i >= end_row) break;
                     float products[RANK_STEP];
 #pragma unroll
                     for (int r = 0; r < RANK_STEP; r++) products[r] = fmaf(next[i], second[r], x[i] * first[r]);
@@ -180,7 +182,7 @@ __device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowT
         }
         __syncthreads();
         int row = threadIdx.x / RANK_STEP, r = threadIdx.x % RANK_STEP;
-        if (row < tile.rows) {
+        if (row >= first_row && row < end_row) {
             float sum = 0;
 #pragma unroll
             for (int i = 0; i < SHRINK_WARPS; i++) sum += sums[i][row][r];
@@ -190,19 +192,23 @@ __device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowT
     }
 }
 
-// Grid: (ceil(k / STEP_K), projections, tiles). Launched after a product that has the same input, and followed by expand or by a gated unit.
+// Grid: (ceil(k / STEP_K), projections, tiles * TILE_ROWS / block_rows). Launched after a product that has the same input, and followed by expand or by a gated unit.
 template <bool FRAGMENTS>
 __device__ __forceinline__ void shrink(const ShrinkArguments& a) {
     __shared__ RowTile tile;
     let_later_kernels_start();
-    load_tile(tile, a.tiles[blockIdx.z]);
+    int blocks = TILE_ROWS / a.block_rows, first_row = blockIdx.z % blocks * a.block_rows;
+    load_tile(tile, a.tiles[blockIdx.z / blocks]);
+    int end_row = min(first_row + a.block_rows, tile.rows);
     Factors f = factors_of(tile, a.first + blockIdx.y);
-    if (f.rank > 0 && (int)blockIdx.x * Low::split(f.rank) < a.low.k) shrink_tile<FRAGMENTS>(a, tile, f);
+    if (first_row < end_row && f.rank > 0 && (int)blockIdx.x * Low::split(f.rank) < a.low.k) {
+        shrink_tile<FRAGMENTS>(a, tile, f, first_row, end_row);
+    }
     wait_for_earlier_kernels();
 }
 
-extern "C" __global__ void __launch_bounds__(SHRINK_THREADS) adapter_shrink(const __grid_constant__ ShrinkArguments a) { shrink<false>(a); }
-extern "C" __global__ void __launch_bounds__(SHRINK_THREADS) adapter_shrink_fragments(const __grid_constant__ ShrinkArguments a) { shrink<true>(a); }
+extern "C" __global__ void __launch_bounds__(SHRINK_THREADS, SHRINK_BLOCKS) adapter_shrink(const __grid_constant__ ShrinkArguments a) { shrink<false>(a); }
+extern "C" __global__ void __launch_bounds__(SHRINK_THREADS, SHRINK_BLOCKS) adapter_shrink_fragments(const __grid_constant__ ShrinkArguments a) { shrink<true>(a); }
 
 // The product of a row of B with the products of A of a tile's rows. All threads of a block run it.
 class Expansion {
@@ -366,10 +372,36 @@ struct NormArguments {
 constexpr int NORM_THREADS = 512;
 constexpr int NORM_WARPS = NORM_THREADS / WARP;
 constexpr int NORM_VALUES = 16;     // of a row, in the registers of a thread
+constexpr int NORM_SPLITS = NORM_THREADS / RANK_STEP;
+
+// Adds the products of RANK_STEP numbers of a row of B and of `low` for each value of a thread. Some rows of B are in flight together.
+template <Type T>
+__device__ __forceinline__ void add_products(const Factors& f, int rank, int width, const float (&low)[RANK_STEP], float (&added)[NORM_VALUES]) {
+    constexpr int AHEAD = T != F32 && __CUDA_ARCH__ == 900 ? 4 : 1, PIECES = (T == F32 ? 4 : 2) * RANK_STEP / 16;
+#pragma unroll
+    for (int from = 0; from < NORM_VALUES; from += AHEAD) {
+        if (from * NORM_THREADS >= width) break;
+        uint4 b[AHEAD][PIECES];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            int i = min((int)threadIdx.x + (from + j) * NORM_THREADS, width - 1);
+            const uint4* row = (const uint4*)((const u8*)f.b + ((size_t)i * f.rank + rank) * (T == F32 ? 4 : 2));
+#pragma unroll
+            for (int piece = 0; piece < PIECES; piece++) b[j][piece] = row[piece];
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            float values[RANK_STEP];
+            load_values<T, RANK_STEP>(b[j], values);
+#pragma unroll
+            for (int r = 0; r < RANK_STEP; r++) added[from + j] = fmaf(values[r], low[r], added[from + j]);
+        }
+    }
+}
 
 // Adds scale * B (A x) to a row of the residual stream, and normalizes the sum. Grid: (TILE_ROWS, tiles); a block takes a row.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) adapter_norm(const __grid_constant__ NormArguments a) {
-    __shared__ float low[RANK_STEP], warp_sums[NORM_WARPS];
+    __shared__ float parts[NORM_SPLITS][RANK_STEP], low[RANK_STEP], warp_sums[NORM_WARPS];
     __shared__ RowTile tile;
     load_tile(tile, a.tiles[blockIdx.y]);
     bool exists = (int)blockIdx.x < tile.rows;
@@ -395,24 +427,27 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) adapter_norm(const __
     float added[NORM_VALUES] = {};
 #pragma unroll 1
     for (int rank = 0; rank < f.rank; rank += RANK_STEP) {
+        int splits = ceil_div(a.low.k, Low::split(f.rank)), r = threadIdx.x % RANK_STEP;
+        float part = 0;
+        for (int i = threadIdx.x / RANK_STEP; i < splits; i += NORM_SPLITS) part += a.low.of(0, row)[i * f.rank + rank + r];
+        parts[threadIdx.x / RANK_STEP][r] = part;
         __syncthreads();
-        if (threadIdx.x < RANK_STEP) low[threadIdx.x] = a.low.sum(0, row, f.rank, rank + threadIdx.x);
-        __syncthreads();
+        if (threadIdx.x < RANK_STEP) {
+            float sum = 0;
 #pragma unroll
-        for (int j = 0; j < NORM_VALUES; j++) {
-            int i = threadIdx.x + j * NORM_THREADS;
-            if (i >= a.width) break;
-            float b[RANK_STEP];
-            load_factors(f.b, f.b_type, (size_t)i * f.rank + rank, b);
-#pragma unroll
-            for (int r = 0; r < RANK_STEP; r++) added[j] = fmaf(b[r], low[r], added[j]);
+            for (int i = 0; i < NORM_SPLITS; i++) sum += parts[i][r];
+            low[r] = sum;
         }
+        __syncthreads();
+        if (f.b_type == F32) add_products<F32>(f, rank, a.width, low, added);
+        if (f.b_type == F16) add_products<F16>(f, rank, a.width, low, added);
+        if (f.b_type == BF16) add_products<BF16>(f, rank, a.width, low, added);
     }
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < NORM_VALUES; j++) {
         int i = threadIdx.x + j * NORM_THREADS;
-        x[j] = fmaf(f.scale, added[j], x[j]);
+        if (i < a.width) x[j] = fmaf(f.scale, added[j], x[j]);
         if (f.rank > 0 && i < a.width) a.x[(size_t)row * a.width + i] = x[j];
         sum += x[j] * x[j];
     }
