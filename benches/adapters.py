@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Cost of an adapter at run time, through the command: python3 benches/adapters.py MODEL [--command target/release/nvfp4] [--rank 16] [--rounds 5]
+"""Cost of an adapter at run time, through the command: python3 benches/adapters.py MODEL [--command target/release/nvfp4] [--device cpu] [--rank 16] [--rounds 5]
 
 Makes a bfloat16 adapter of random factors for the attention and the MLP of every block of a model with Qwen3's names, and decodes with it
 and without in turn, one sequence and 64. Prints the median tokens per second of each, and the median of the ratios of runs beside each other.
@@ -57,6 +57,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--command", default=os.path.join(ROOT, "target/release/nvfp4"))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -66,8 +67,8 @@ def main():
         write(config, args.rank, folder)
 
         def speed(sequences, *adapter):
-            tokens = 32 if sequences == 1 else 8
-            said = subprocess.run([args.command, "bench", "--model", args.model, "--device", "cpu", "--prompt-tokens", "16", "--gen-tokens", str(tokens),
+            tokens = (32 if sequences == 1 else 8) * (8 if args.device != "cpu" else 1)
+            said = subprocess.run([args.command, "bench", "--model", args.model, "--device", args.device, "--prompt-tokens", "16", "--gen-tokens", str(tokens),
                                    "--batch", str(sequences), "--runs", "1", "--json", *adapter], check=True, capture_output=True, text=True)
             return json.loads(said.stdout)["decode_tok_s"]
 

@@ -3007,15 +3007,17 @@ NVFP4_Status NVFP4_grammar_release(NVFP4_Grammar *grammar);
  * Sessions begin with cached prefixes of others that have an adapter of the same content, and of no other. A session keeps its adapter
  * from its first token to its end, and so do its forks; a saved session is restored where that adapter is loaded.
  *
- * Models on a CUDA device take no adapters: merge the adapter into the weights instead.
+ * Models on the CPU and on a CUDA device take them; a CUDA device takes none beside routed experts and per-layer inputs.
  */
 
 /**
- * Loads an adapter for a model. It takes host memory for its factors, in the types that they are stored in, and is not copied for sessions.
+ * Loads an adapter for a model. It takes memory of the model's device for its factors, in the types that they are stored in, and is not
+ * copied for sessions.
  *
  * #NVFP4_INVALID_ARGUMENT if it is of another base: a name, a shape or a rank is not what the model and its own config say.
  * #NVFP4_UNSUPPORTED for what is not only factors beside linear maps of blocks (DoRA, biases, whole modules, embeddings, the output layer,
- * routers), for ranks above 1,024, and for a model on a CUDA device. The error names the tensor or the setting, and nothing is kept.
+ * routers), for ranks above 1,024, and on a CUDA device beside routed experts and per-layer inputs. #NVFP4_OUT_OF_MEMORY where its factors
+ * do not fit. The error names the tensor or the setting, and nothing is kept.
  *
  * - `path`, `path_length`: the directory, in UTF-8.
  * - `call`: cancels the call; may be NULL.

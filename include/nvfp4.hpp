@@ -3091,7 +3091,7 @@ public:
 };
 
 /**
- * A LoRA adapter of a model on the CPU. Sessions whose options have it, `options.adapter = adapter.get()`, run with it; any number of
+ * A LoRA adapter of a model. Sessions whose options have it, `options.adapter = adapter.get()`, run with it; any number of
  * them, beside others with other adapters and without one.
  */
 class Adapter : public detail::Handle<NVFP4_Adapter, NVFP4_adapter_retain, NVFP4_adapter_release> {

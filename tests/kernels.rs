@@ -1132,6 +1132,14 @@ fn expanded_bits_are_right_on_an_emulated_gpu() {
     assert!(rest.is_empty());
 }
 
+/// Factors of adapters beside projections, from the kernels' sources, on the processor.
+#[test]
+fn adapters_are_right_on_an_emulated_gpu() {
+    if let Some(said) = emulate("adapter", 900) {
+        assert_eq!(said, "ok\n");
+    }
+}
+
 /// Norm, SwiGLU and argmax, from the kernels' sources, on the processor.
 #[test]
 fn what_stands_between_products_is_right_on_an_emulated_gpu() {

@@ -269,7 +269,7 @@ impl ModelArgs {
 /// The adapter that sessions of a model run with.
 #[derive(clap::Args)]
 pub(super) struct AdapterArgs {
-    /// A LoRA adapter of the model, which `nvfp4 train --adapter` or peft wrote; on the CPU only
+    /// A LoRA adapter of the model, which `nvfp4 train --adapter` or peft wrote
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
 }

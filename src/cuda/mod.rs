@@ -4,6 +4,7 @@
 //!
 //! Every launcher enqueues on the device's one stream and returns; [`Gpu::synchronize`] or a copy to the host waits.
 
+mod adapter;
 mod attention;
 mod bandwidth;
 mod blas;
@@ -39,6 +40,10 @@ pub mod training;
 mod unfused;
 mod units;
 
+pub use adapter::{
+    ADAPTED_NORM, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, AdapterFactors, AdapterScratch,
+    AdapterTable, AdapterTiles, adapted_glu, expand, expand_norm, shrink,
+};
 pub use attention::{
     SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored, prefill, store, store_rows,
 };

@@ -7,9 +7,9 @@ use miniz_oxide::inflate::decompress_slice_iter_to_slice;
 use super::driver::{self, Attached, Gpu, KernelUnit, Source, compiler, target};
 use super::units::{Unit, fingerprint, source};
 use super::{
-    attention, bandwidth, calibrated, convert, delta, drafter, elementwise, expert_sums, experts,
-    linear, mamba, operand, per_layer, quantize, router, row_norms, rows, sample, scaled_mm,
-    tensor, training, unfused,
+    adapter, attention, bandwidth, calibrated, convert, delta, drafter, elementwise, expert_sums,
+    experts, linear, mamba, operand, per_layer, quantize, router, row_norms, rows, sample,
+    scaled_mm, tensor, training, unfused,
 };
 use crate::base::Result;
 use crate::base::error::err;
@@ -83,6 +83,7 @@ pub fn compile_source(path: &str, text: &str, target: &str) -> Result<(Vec<u8>, 
 /// Bytes of the one argument that a kernel's launcher passes, which must match the kernel's parameter.
 pub fn argument_bytes(kernel: &str) -> Option<usize> {
     let by_name = [
+        adapter::ARGUMENTS,
         bandwidth::ARGUMENTS,
         calibrated::ARGUMENTS,
         convert::ARGUMENTS,

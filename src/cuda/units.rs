@@ -48,6 +48,7 @@ macro_rules! units {
 }
 
 units! {
+    Adapter = "adapter/adapter.cu",
     ReadAll = "bandwidth/read.cu",
     Glu = "activation/glu.cu",
     Pointwise = "activation/pointwise.cu",

@@ -251,9 +251,9 @@ impl Served {
         Sequence::new(&self.blocks, capacity, kind)
     }
 
-    /// Loads an adapter from a directory in peft's format: `adapter_config.json` and `adapter_model.safetensors`. It takes host memory for its
-    /// factors, in the types that they are stored in. Any number may be loaded, and sequences with different ones run in the same passes.
-    /// Fails for a model on a GPU, and for an adapter of another base.
+    /// Loads an adapter from a directory in peft's format: `adapter_config.json` and `adapter_model.safetensors`. It takes memory of the
+    /// model's device for its factors, in the types that they are stored in. Any number may be loaded, and sequences with different ones run
+    /// in the same passes. Fails for an adapter of another base, and on a GPU for one of routed experts or per-layer inputs.
     pub fn load_adapter(&self, path: &Path) -> Result<Arc<LoadedAdapter>> {
         Ok(self.adapters.add(self.model.load_adapter(path)?))
     }

@@ -80,7 +80,7 @@ pub struct Segment<'a> {
     pub tables: &'a KvTables,
     /// Positions that the sequence may come to, which decides between the short and the long RoPE table.
     pub context: usize,
-    /// The adapter of the sequence, which its keys and values were computed with; `None` for the model as it is. On the CPU only.
+    /// The adapter of the sequence, which its keys and values were computed with; `None` for the model as it is.
     pub adapter: Option<&'a Adapter>,
     /// The requested output.
     pub wanted: Wanted<'a>,

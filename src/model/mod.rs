@@ -416,18 +416,9 @@ impl Model {
         self.live().fingerprint
     }
 
-    /// Loads an adapter from a directory in peft's format. Everything is checked against the model before memory is taken for factors. A
-    /// model on a GPU takes none.
+    /// Loads an adapter from a directory in peft's format. Everything is checked against the model before memory is taken for factors. On a
+    /// GPU, routed experts and per-layer inputs take none.
     pub fn load_adapter(&self, path: &Path) -> Result<Adapter> {
-        if self.device.is_cuda() {
-            bail!(
-                Unsupported,
-                "{}: adapters run on the CPU, and the model is on {}; merge it into the weights (nvfp4 train: --merge), or load the \
-                 model on the CPU",
-                path.display(),
-                self.device.name()
-            );
-        }
         if self.info.sampling_only {
             bail!(
                 Unsupported,
@@ -435,7 +426,8 @@ impl Model {
                 path.display()
             );
         }
-        adapter::read(&self.device, &self.spec, &self.key, path)
+        let weights = self.weights();
+        adapter::read(&self.device, (&self.spec, &weights), &self.key, path)
     }
 
     /// Fails unless an adapter was loaded for this model.

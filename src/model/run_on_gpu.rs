@@ -261,6 +261,7 @@ fn chunk<'a>(segments: &[Segment<'a>], part: &Part) -> fused::PromptChunk<'a> {
     fused::PromptChunk {
         tokens: &segment.tokens[part.tokens.clone()],
         tables: segment.tables,
+        adapter: segment.adapter,
         context: segment.context,
         first,
         states: segment.tables.state().parts_of_pass(first, end),

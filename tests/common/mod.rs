@@ -1,6 +1,7 @@
 //! Golden models that tests of several floors run, and helpers for errors. Not every test uses all of it.
 #![allow(dead_code)]
 
+pub(crate) mod adapters;
 pub(crate) mod drafters;
 pub(crate) mod ragged;
 pub(crate) mod recurrent;

@@ -5,6 +5,7 @@
 mod common;
 mod support;
 
+mod adapters;
 mod attention;
 mod calibrated;
 mod compare;

@@ -41,7 +41,7 @@ namespace LibNVFP4
     }
 
     /// <summary>
-    /// A LoRA adapter of a model on the CPU, from a directory that nvfp4 train --adapter or peft wrote. Sessions and chats whose
+    /// A LoRA adapter of a model, from a directory that nvfp4 train --adapter or peft wrote. Sessions and chats whose
     /// <see cref="SessionOptions.Adapter"/> it is run with it, any number of them, beside others with other adapters and without one. It may be
     /// disposed of while sessions use it: its memory goes with the last of them.
     /// </summary>

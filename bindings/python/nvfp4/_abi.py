@@ -2472,13 +2472,13 @@ FUNCTIONS: Tuple[Function, ...] = (
     Function("adapter_load", (c_void_p, c_void_p, c_size_t, c_void_p, c_void_p), Status, """
         NVFP4_adapter_load(const NVFP4_Model *model, const char *path, size_t path_length, const NVFP4_CallOptions *call, NVFP4_Adapter **out)
 
-        Loads an adapter for a model. It takes host memory for its factors, in the types that they are stored in, and is not copied for
-        sessions.
+        Loads an adapter for a model. It takes memory of the model's device for its factors, in the types that they are stored in, and is
+        not copied for sessions.
 
         #NVFP4_INVALID_ARGUMENT if it is of another base: a name, a shape or a rank is not what the model and its own config say.
         #NVFP4_UNSUPPORTED for what is not only factors beside linear maps of blocks (DoRA, biases, whole modules, embeddings, the output
-        layer, routers), for ranks above 1,024, and for a model on a CUDA device. The error names the tensor or the setting, and nothing is
-        kept.
+        layer, routers), for ranks above 1,024, and on a CUDA device beside routed experts and per-layer inputs. #NVFP4_OUT_OF_MEMORY where
+        its factors do not fit. The error names the tensor or the setting, and nothing is kept.
 
         - `path`, `path_length`: the directory, in UTF-8.
         - `call`: cancels the call; may be NULL.

@@ -466,7 +466,7 @@ class Grammar(Handle):
 
 class Adapter(Handle):
     """
-    A LoRA adapter of a model on the CPU, from a directory that `nvfp4 train --adapter` or peft wrote. Sessions and chats that are given it
+    A LoRA adapter of a model, from a directory that `nvfp4 train --adapter` or peft wrote. Sessions and chats that are given it
     with adapter= run with it, any number of them, beside others with other adapters and without one. An adapter of another base, or of
     another kind than LoRA beside linear maps, raises an error that names what differs. close() returns at once: the memory goes with the
     last session that uses it.

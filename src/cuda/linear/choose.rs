@@ -297,7 +297,6 @@ fn parts(
     Some(parts)
 }
 
-#[cfg(test)]
 impl GemmPlan {
     /// Each kernel and the number of parts into which it divides K: plans that agree in these add up a row in the same order.
     pub(crate) fn sums(&self) -> Vec<(String, u32)> {

@@ -132,7 +132,6 @@ fn split_k(tiles: Tiles, hardware: &Hardware, blocks: usize, k: usize) -> usize 
     }
 }
 
-#[cfg(test)]
 impl Tiling {
     /// The kernel, and the parts into which it divides K.
     pub(super) fn sums(&self) -> (String, u32) {

@@ -4,13 +4,16 @@ use std::collections::HashMap;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-use crate::ops::linear::Linear;
+use super::factors::Factors;
+use super::places::OnGpu;
+use crate::base::Result;
+use crate::base::error::err;
 
 /// Identifies a loaded model. Each has one of its own, which its adapters share.
 #[derive(Debug, Default)]
 pub(in crate::model) struct ModelKey;
 
-/// An adapter of one model, in host memory.
+/// An adapter of one model, in the memory of its device.
 pub struct Adapter {
     pub(super) name: String,
     pub(super) model: Arc<ModelKey>,
@@ -19,16 +22,8 @@ pub struct Adapter {
     pub(super) bytes: usize,
     /// By the names of projections.
     pub(super) factors: HashMap<String, Factors>,
-}
-
-/// The factors beside one projection.
-pub(in crate::model) struct Factors {
-    /// `[rank, inputs]`, with zeros up to a rank that is a multiple of 16. Parts of a projection that is stored whole share
-    /// it.
-    pub(in crate::model) a: Arc<Linear>,
-    /// `[outputs, rank]`, likewise.
-    pub(in crate::model) b: Linear,
-    pub(in crate::model) scale: f32,
+    /// As fused passes take it; `None` on the CPU.
+    pub(super) on_gpu: Option<OnGpu>,
 }
 
 impl Adapter {
@@ -60,6 +55,12 @@ impl Adapter {
     /// The factors beside a projection, if it has them.
     pub(in crate::model) fn factors(&self, projection: &str) -> Option<&Factors> {
         self.factors.get(projection)
+    }
+
+    /// The adapter as fused passes take it.
+    pub(in crate::model) fn on_gpu(&self) -> Result<&OnGpu> {
+        let on_gpu = self.on_gpu.as_ref();
+        on_gpu.ok_or_else(|| err!(Internal, "adapter '{}' is in host memory", self.name))
     }
 
     /// Whether it was loaded for the model with this key.

@@ -11,14 +11,18 @@ use std::sync::Arc;
 use twox_hash::XxHash3_64;
 
 use super::config::AdapterConfig;
-use super::loaded::{Adapter, Factors, ModelKey};
+use super::factors::Factors;
+use super::loaded::{Adapter, ModelKey};
+use super::places::{OnGpu, Places};
 use crate::base::error::{bail, err};
 use crate::base::memory::{Buffer, Tag};
 use crate::base::{Error, Result, call, file};
 use crate::checkpoint::{self, Checkpoint, Encoding, Entry};
+use crate::cuda::Unit;
 use crate::model::load::is_of_shared_keys;
 use crate::model::spec::Spec;
 use crate::model::tensors::{self, DRAFTER, StoredRows, TensorRole, TensorSpec};
+use crate::model::weights::Weights;
 use crate::ops::Device;
 use crate::ops::linear::Linear;
 use crate::tensor::DType;
@@ -56,10 +60,10 @@ struct Part {
     rows: StoredRows,
 }
 
-/// Reads the adapter in the directory `path` for the model with this spec and key, which is on the CPU.
+/// Reads the adapter in the directory `path` for the model on this device with this spec, weights and key.
 pub(in crate::model) fn read(
     device: &Device,
-    spec: &Spec,
+    (spec, weights): (&Spec, &Weights),
     model: &Arc<ModelKey>,
     path: &Path,
 ) -> Result<Adapter> {
@@ -73,6 +77,14 @@ pub(in crate::model) fn read(
     let checkpoint = checkpoint::open(&place, &[])?;
     let within = |e: Error| e.within(place.display());
     let modules = modules(&*checkpoint, spec, &config).map_err(within)?;
+    let places = match device {
+        Device::Cpu(_) => None,
+        Device::Cuda(gpu) => Some((gpu, Places::of(weights))),
+    };
+    if let Some((gpu, places)) = &places {
+        check_places(places, &modules).map_err(within)?;
+        gpu.prepare(&[Unit::Adapter], &|| false)?;
+    }
     let name = path.canonicalize().ok();
     let name = name.as_deref().unwrap_or(path).file_name();
     let mut adapter = Adapter {
@@ -82,6 +94,7 @@ pub(in crate::model) fn read(
         rank: modules.iter().map(|m| m.rank).max().unwrap_or(0),
         bytes: 0,
         factors: HashMap::new(),
+        on_gpu: None,
     };
     let mut sum = XxHash3_64::new();
     for module in modules {
@@ -89,7 +102,29 @@ pub(in crate::model) fn read(
         load(&*checkpoint, device, &module, &mut adapter, &mut sum).map_err(within)?;
     }
     adapter.identity = NonZeroU64::new(sum.finish()).unwrap_or(NonZeroU64::MAX);
+    if let Some((gpu, places)) = &places {
+        let on_gpu = OnGpu::new(gpu, places, &adapter.factors)?;
+        adapter.bytes += on_gpu.bytes();
+        adapter.on_gpu = Some(on_gpu);
+    }
     Ok(adapter)
+}
+
+/// Fails for factors that no pass on a GPU applies.
+fn check_places(places: &Places, modules: &[Module<'_>]) -> Result<()> {
+    let parts = modules
+        .iter()
+        .flat_map(|m| m.parts.iter().map(move |p| (m, p)));
+    let mut unplaced = parts.filter(|(_, part)| !places.contains(&part.projection));
+    match unplaced.next() {
+        None => Ok(()),
+        Some((module, part)) => bail!(
+            Unsupported,
+            "{BASE}{}: a GPU adapts mixers, and MLPs that all rows use, but not {}; load the model on the CPU, or merge the adapter into it",
+            module.name,
+            part.projection
+        ),
+    }
 }
 
 /// The modules of an adapter, by name. Fails unless every tensor has a place in the model.

@@ -92,6 +92,7 @@ impl FusedPass<'_> {
         let steps = plan::follow(model, self.rows, followed, hardware)?;
         let pass = FusedPass {
             through: Through::Drafter,
+            adapted: None,
             ..*self
         };
         steps.iter().try_for_each(|step| pass.enqueue(step))
@@ -190,6 +191,7 @@ impl Executor {
             splits: self.splits(source, pass.rows, pass.last + pass.done),
             selection: Some(pass.selection),
             long: pass.long,
+            adapted: None,
             kind: GraphKind::Guess,
         };
         pass.done += 1;
@@ -216,6 +218,7 @@ impl Executor {
                 splits: &key.splits,
                 chunks: &[],
             },
+            adapted: None,
             long: key.long,
             hands_on: true,
             copies: true,

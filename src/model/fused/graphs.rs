@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::adapted::AdaptedPass;
 use crate::base::Result;
 use crate::cuda::{Graph, SplitKv};
 use crate::tensor::KvType;
@@ -65,6 +66,8 @@ pub(super) struct GraphKey {
     pub(super) selection: Option<Selection>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
+    /// The parts that its adapters change, if any row has one.
+    pub(super) adapted: Option<AdaptedPass>,
     pub(super) kind: GraphKind,
 }
 

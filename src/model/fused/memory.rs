@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::adapted::AdapterMemory;
 use super::drafter_scratch::DrafterScratch;
 use super::graphs::Graphs;
 use super::memory_sizes::{BufferBytes, LinearRoom, Room, table_pages};
@@ -64,6 +65,8 @@ pub(super) struct Memory {
     pub(super) per_layer: Option<PerLayerScratch>,
     /// Scratch of the drafter, in models that have one.
     pub(super) drafter: Option<DrafterScratch>,
+    /// Working memory of passes with adapters, which the first of them allocates.
+    pub(super) adapters: Option<AdapterMemory>,
     pub(super) splits: SplitKvWorkspace,
     pub(super) norms: NormScratch,
     pub(super) linear: LinearScratch,
@@ -144,6 +147,7 @@ impl Memory {
                 true => Some(DrafterScratch::new(gpu, sizes, rows, batch)?),
                 false => None,
             },
+            adapters: None,
             splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), sizes.split_rows(rows, batch))?,
             norms: NormScratch::new(gpu, sizes.hidden)?,
             linear: LinearScratch::new_on(gpu, device, linear_rows, k, copy)?,

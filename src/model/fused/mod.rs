@@ -1,6 +1,7 @@
 //! Inference on a GPU by fused kernels. `plan` chooses the kernels for a model `lowered` to shapes and operands; `pass` enqueues them for a
 //! decode `step`, a `verification`, a guess of the `drafter` or a `ragged` pass, in the working `memory`. An optimization of the reference block, against which it is tested.
 
+mod adapted;
 mod delta;
 mod drafter;
 mod drafter_scratch;

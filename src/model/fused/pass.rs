@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::adapted::AdaptedPass;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
@@ -14,6 +15,7 @@ use crate::cuda::{
     FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NormedAddend, Output, ResidualRow,
     RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
 };
+use crate::model::adapter::Adapts;
 use crate::model::order::Half;
 use crate::model::spec::{BlockSpec, DenseMlpSpec};
 use crate::model::weights::{Block, DenseAndExperts, DenseMlp, Mlp};
@@ -72,6 +74,8 @@ pub(super) struct FusedPass<'a> {
     /// Segments of recurrent layers: the rows of a sequence after which its state is written.
     pub(super) segments: usize,
     pub(super) attention: Attention<'a>,
+    /// The parts that adapters change, if any row has one.
+    pub(super) adapted: Option<AdaptedPass>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
     /// Whether hidden rows take the place of those that the rows began with, for the pass after this one.
@@ -164,6 +168,17 @@ impl<'a> FusedPass<'a> {
                     }
                 }
             }
+            Kernel::AdaptedGateUp { input, gemm } => self.adapted_gate_up(index, input, gemm),
+            Kernel::ActivateAdapted {
+                layout,
+                is_f16,
+                others_are_done,
+            } => self.activate_adapted(index, *layout, *is_f16, *others_are_done),
+            Kernel::Shrink { part, layout } => self.shrink(index, *part, *layout),
+            Kernel::Expand { part, added } => self.expand(index, *part, *added),
+            Kernel::ExpandNorm { part, norm, layout } => {
+                self.expand_norm(index, *part, *norm, *layout)
+            }
             Kernel::Activate => {
                 let (spec, _) = self.mlp(index)?;
                 cuda::glu(
@@ -230,7 +245,7 @@ impl<'a> FusedPass<'a> {
     }
 
     /// The MLP of a block that all rows use.
-    fn mlp(&self, index: usize) -> Result<(&'a DenseMlpSpec, &'a DenseMlp)> {
+    pub(super) fn mlp(&self, index: usize) -> Result<(&'a DenseMlpSpec, &'a DenseMlp)> {
         let spec = self.spec(index)?.mlp.of_all_rows();
         let weights = self.block(index)?.mlp.of_all_rows();
         spec.zip(weights).ok_or_else(|| {
@@ -556,6 +571,12 @@ impl<'a> FusedPass<'a> {
             weight: self.norm_weight(norm)?,
             eps: self.source.spec.norm_eps,
         })
+    }
+
+    /// The parts that adapters change.
+    pub(super) fn adapts(&self) -> Adapts {
+        self.adapted
+            .map_or(Adapts::NOTHING, |adapted| adapted.adapts)
     }
 
     /// The number of the block after those of the pass.

@@ -10,6 +10,7 @@ use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape, ModelShape};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
+use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
 use crate::model::spec::Activation;
 use crate::tensor::{DeltaShape, WeightType};
@@ -140,8 +141,27 @@ pub(super) enum Kernel {
         fused: bool,
         gemm: GemmPlan,
     },
+    /// Gate and up projections, f32, before [`Kernel::ActivateAdapted`].
+    AdaptedGateUp { input: Normed, gemm: GemmPlan },
     /// The activation of gate and up as a separate kernel.
     Activate,
+    /// Adds the products of B factors to gate and up, which are f16 or f32, and applies the activation.
+    /// With `others_are_done` only for rows that adapters change, because [`Kernel::GateUp`] has run for all.
+    ActivateAdapted {
+        layout: Layout,
+        is_f16: bool,
+        others_are_done: bool,
+    },
+    /// Multiplies the input of a part's projections, in `layout`, by A factors, for rows with adapters. Follows the part's GEMM.
+    Shrink { part: AdaptedPart, layout: Layout },
+    /// Adds the products of B factors to the outputs of a part's projections. `added` says whether they are in the residual stream.
+    Expand { part: AdaptedPart, added: bool },
+    /// As [`Kernel::Expand`] to the residual stream, and applies the next norm.
+    ExpandNorm {
+        part: AdaptedPart,
+        norm: Norm,
+        layout: Layout,
+    },
     /// The projection before the activation of an MLP without a gate, f16; in a mixture that of the shared expert.
     Up { input: Normed, gemm: GemmPlan },
     /// The squared ReLU of an MLP without a gate.
@@ -209,12 +229,13 @@ pub(super) struct PlannedKernel {
 }
 
 /// The kernels that take `rows` rows through the blocks `own` of a model, with the logits of all rows at the end unless they are
-/// [`Rows::Ragged`].
+/// [`Rows::Ragged`]. Adapters of some rows may change the parts `adapts`, whose norms and activations are separate kernels.
 pub(super) fn plan(
     model: &ModelShape,
     own: Range<usize>,
     rows: usize,
     kind: Rows,
+    adapts: Adapts,
     hardware: &Hardware,
 ) -> Result<Vec<PlannedKernel>> {
     let (blocks, head) = (&model.blocks[..], model.head);
@@ -224,13 +245,14 @@ pub(super) fn plan(
         head,
         rows,
         kind,
+        adapts,
         hardware,
         steps: Vec::new(),
         known: None,
         has_factors: false,
         in_prologue: false,
     };
-    planner.in_prologue = planner.makes_rows_in_prologues();
+    planner.in_prologue = adapts == Adapts::NOTHING && planner.makes_rows_in_prologues();
     if let Some(matrix) = model.layer_inputs.filter(|_| own.start == 0) {
         let gemm = planner.gemm(&[matrix], Output::F32, InputForm::Plain(Layout::RowMajor))?;
         planner.push(0, Kernel::LayerInputs { gemm });
@@ -279,6 +301,8 @@ struct Planner<'a> {
     head: MatrixShape,
     rows: usize,
     kind: Rows,
+    /// Parts that adapters change.
+    adapts: Adapts,
     hardware: &'a Hardware,
     steps: Vec<PlannedKernel>,
     /// The norm that earlier kernels have already prepared, and where it is applied.
@@ -376,6 +400,7 @@ impl Planner<'_> {
             MixerShape::Mamba2 { inputs, out } => {
                 let gemm = self.gemm(&inputs, Output::F32, input.form())?;
                 self.push(block, Kernel::MambaInputs { input, gemm });
+                self.adapt(block, AdaptedPart::MixerInputs, layout);
                 self.push(block, Kernel::MambaConv);
                 self.push(block, Kernel::MambaScan);
                 self.push(block, Kernel::MambaNorm { layout });
@@ -410,9 +435,15 @@ impl Planner<'_> {
                 gates: !apart,
             },
         );
+        let part = match apart {
+            true => AdaptedPart::MixerInputs,
+            false => AdaptedPart::DeltaInputsAndGates,
+        };
+        self.adapt(block, part, layout);
         if apart {
             let gemm = self.gemm(&gates, Output::F32, form)?;
             self.push(block, Kernel::DeltaGates { input, gemm });
+            self.adapt(block, AdaptedPart::DeltaGates, layout);
         }
         if self.kind == Rows::Step && cuda::has_delta_step(self.hardware, heads, self.rows) {
             self.push(block, Kernel::DeltaStep { layout, apart });
@@ -434,9 +465,11 @@ impl Planner<'_> {
     ) -> Result<()> {
         let gemm = self.gemm(&qkv, Output::F32, input.form())?;
         self.push(block, Kernel::Qkv { input, gemm });
+        self.adapt(block, AdaptedPart::MixerInputs, layout);
         if let Some(gate) = gate {
             let gemm = self.gemm(&[gate], Output::F32, input.form())?;
             self.push(block, Kernel::HeadGate { input, gemm });
+            self.adapt(block, AdaptedPart::HeadGate, layout);
         }
         let attended = match self.kind {
             Rows::Step => {
@@ -539,10 +572,14 @@ impl Planner<'_> {
         let Some(gate_up) = mlp.gate_up() else {
             let gemm = self.gemm(&[mlp.up], Output::F16, form)?;
             self.push(block, Kernel::Up { input, gemm });
+            self.adapt(block, AdaptedPart::MlpInputs, layout);
             self.push(block, Kernel::Square);
             return Ok(Layout::RowMajor);
         };
         let glu = self.served(&gate_up, layout.glu(Glu::default()), form);
+        if self.adapts.mlp_inputs {
+            return self.activated_apart(block, &gate_up, input, glu);
+        }
         let (fused, gemm) = match glu {
             Some(gemm) => (true, gemm),
             None => (false, self.gemm(&gate_up, Output::F16, form)?),
@@ -554,6 +591,71 @@ impl Planner<'_> {
                 self.push(block, Kernel::Activate);
                 Ok(Layout::RowMajor)
             }
+        }
+    }
+
+    /// As [`Planner::activated`] for adapted projections. Where a kernel would fuse the activation, gate and up are as exact as in that one.
+    fn activated_apart(
+        &mut self,
+        block: usize,
+        gate_up: &[MatrixShape],
+        input: Normed,
+        glu: Option<GemmPlan>,
+    ) -> Result<Layout> {
+        let fuses = glu.is_some();
+        let (output, to) = match fuses {
+            true => (Output::F32, input.layout),
+            false => (Output::F16, Layout::RowMajor),
+        };
+        let gemm = self.gemm(gate_up, output, input.form())?;
+        // A deterministic row without an adapter takes the sums of other passes.
+        let other = glu.filter(|glu| self.hardware.deterministic && glu.sums() != gemm.sums());
+        if let Some(gemm) = other {
+            let fused = true;
+            self.push(block, Kernel::GateUp { input, fused, gemm });
+        }
+        self.push(
+            block,
+            match fuses {
+                true => Kernel::AdaptedGateUp { input, gemm },
+                false => Kernel::GateUp {
+                    input,
+                    fused: false,
+                    gemm,
+                },
+            },
+        );
+        let (part, layout) = (AdaptedPart::MlpInputs, input.layout);
+        self.push(block, Kernel::Shrink { part, layout });
+        self.push(
+            block,
+            Kernel::ActivateAdapted {
+                layout: to,
+                is_f16: !fuses,
+                others_are_done: other.is_some(),
+            },
+        );
+        Ok(to)
+    }
+
+    /// Whether adapters change a part.
+    fn is_adapted(&self, part: AdaptedPart) -> bool {
+        match part {
+            AdaptedPart::MixerInputs
+            | AdaptedPart::DeltaInputsAndGates
+            | AdaptedPart::DeltaGates
+            | AdaptedPart::HeadGate => self.adapts.mixer_inputs,
+            AdaptedPart::MixerOutput => self.adapts.mixer_output,
+            AdaptedPart::MlpInputs => self.adapts.mlp_inputs,
+            AdaptedPart::MlpOutput => self.adapts.mlp_output,
+        }
+    }
+
+    /// Adds what adapters change in a part, after its GEMM with the input in `layout`, to outputs outside of the residual stream.
+    fn adapt(&mut self, block: usize, part: AdaptedPart, layout: Layout) {
+        if self.is_adapted(part) {
+            self.push(block, Kernel::Shrink { part, layout });
+            self.push(block, Kernel::Expand { part, added: false });
         }
     }
 
@@ -589,7 +691,32 @@ impl Planner<'_> {
             gemm: self.gemm(&[matrix], output, InputForm::Plain(layout))?,
         };
         self.push(block, kernel);
+        let part = output_of(half);
+        if self.is_adapted(part) {
+            let added = then == Then::Add;
+            self.push(block, Kernel::Shrink { part, layout });
+            let norm = self.next_norm(block, Part::Half(half));
+            match added && self.normalizes_adapted(norm, matrix.rows) {
+                true => {
+                    let layout = self.layout_of(norm);
+                    self.push(block, Kernel::ExpandNorm { part, norm, layout });
+                    self.known = Some((norm, Applied::Before));
+                }
+                false => self.push(block, Kernel::Expand { part, added }),
+            }
+        }
         Ok(())
+    }
+
+    /// Whether the kernel that adds the products of B factors to rows of `width` applies the next norm. Deterministic rows without adapters
+    /// take the norm of other passes.
+    fn normalizes_adapted(&self, norm: Norm, width: usize) -> bool {
+        let is_known = match norm {
+            Norm::Mixer(_) | Norm::Mlp(_) => true,
+            Norm::Head => self.has_logits(),
+            Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) => false,
+        };
+        is_known && !self.hardware.deterministic && width <= cuda::ADAPTED_NORM
     }
 
     /// Ends a half with its projection. Records how far it prepares the next norm.
@@ -600,7 +727,11 @@ impl Planner<'_> {
             Then::StoreRow
         } else if self.blocks[block].norms.post {
             Then::Store
-        } else if self.has_logits() && self.has_factors && self.fuses_norm(matrix, layout, next) {
+        } else if self.has_logits()
+            && self.has_factors
+            && !self.is_adapted(output_of(half))
+            && self.fuses_norm(matrix, layout, next)
+        {
             self.known = Some((next, Applied::Epilogue));
             Then::AddAndNorm(next)
         } else {
@@ -649,7 +780,14 @@ impl Planner<'_> {
                 && self.served(takes, output, form).is_some()
         };
         let same_layout = layout == self.layout_of(next);
+        // The A factors take rows as they are after the norm.
+        let is_adapted = match next {
+            Norm::Mixer(_) => self.adapts.mixer_inputs,
+            Norm::Mlp(_) => self.adapts.mlp_inputs,
+            _ => false,
+        };
         same_layout
+            && !is_adapted
             && match next {
                 Norm::Mlp(i) => match &self.blocks[i].mlp {
                     MlpShape::Dense(mlp) => mlp
@@ -664,6 +802,14 @@ impl Planner<'_> {
                 Norm::Head => serves(&[self.head], Output::F32),
                 Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) => false,
             }
+    }
+}
+
+/// The part that ends a half.
+fn output_of(half: Half) -> AdaptedPart {
+    match half {
+        Half::Mixer => AdaptedPart::MixerOutput,
+        Half::Mlp => AdaptedPart::MlpOutput,
     }
 }
 

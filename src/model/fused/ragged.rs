@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::MutexGuard;
 
+use super::adapted::RowAdapters;
 use super::executor::Executor;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
@@ -14,6 +15,7 @@ use crate::base::error::err;
 use crate::base::memory::{Tag, zeros};
 use crate::base::{Error, Result, call};
 use crate::cuda::{self, DeviceBuffer, DeviceSlice, Drawn, Event, FoundLikelihood};
+use crate::model::adapter::Adapter;
 use crate::model::kv::{KvTables, StateBlocks};
 use crate::ops::likelihood::Likelihood;
 use crate::ops::sample::{self, Choice, TokenMask};
@@ -30,6 +32,8 @@ const LOOK_AHEAD: usize = 4;
 pub(in crate::model) struct PromptChunk<'a> {
     pub(in crate::model) tokens: &'a [u32],
     pub(in crate::model) tables: &'a KvTables,
+    /// The adapter of the sequence.
+    pub(in crate::model) adapter: Option<&'a Adapter>,
     /// Positions that the sequence may come to.
     pub(in crate::model) context: usize,
     /// Position of the first token.
@@ -82,6 +86,13 @@ impl Executor {
         if let Some(recurrent) = &mut memory.recurrent {
             recurrent.write(states().map(|(positions, blocks)| (positions.len(), *blocks)))?;
         }
+        let of_rows = chunks
+            .iter()
+            .flat_map(|c| c.tokens.iter().map(|_| c.adapter));
+        let adapters = RowAdapters::of(of_rows, rows)?;
+        if let Some(adapters) = &adapters {
+            memory.write_adapters(&lowered.gpu, &lowered.sizes, adapters)?;
+        }
         let singles = lengths().take_while(|&length| length == 1).count();
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();
         memory.positions.write(0, &positions)?;
@@ -114,6 +125,7 @@ impl Executor {
                 splits: &splits,
                 chunks: &prompts,
             },
+            adapted: adapters.map(|adapters| adapters.pass),
             long,
             hands_on: false,
             copies: false,
@@ -146,6 +158,7 @@ impl Executor {
             0..blocks,
             rows,
             Rows::Ragged,
+            pass.adapts(),
             &lowered.hardware,
         )?;
         let mut enqueued = VecDeque::new();
@@ -323,6 +336,7 @@ impl Ragged<'_> {
                 chunks: &stored,
                 ..Attention::default()
             },
+            adapted: None,
             long: self.long,
             hands_on: false,
             copies: false,
@@ -370,6 +384,7 @@ impl Ragged<'_> {
             rows: n,
             segments: 0,
             attention: Attention::default(),
+            adapted: None,
             long: false,
             hands_on: false,
             copies: false,

@@ -39,6 +39,8 @@ pub(super) struct StepInput {
     pub(super) rules: Vec<DrawRule>,
     /// Whether the long RoPE table applies.
     pub(super) long: bool,
+    /// The table of each row's adapter, or 0; empty if no row has one.
+    pub(super) adapters: Vec<u64>,
     /// Whether the drafter follows the sequences, from the hidden rows that the step before left.
     pub(super) follows: bool,
 }
@@ -179,7 +181,10 @@ impl DeviceState {
     pub(super) fn begin(&mut self, step: &StepInput, continues: bool) -> Begin {
         match std::mem::take(self) {
             DeviceState::Ready(ready)
-                if continues && ready.rows == step.rows && ready.follows == step.follows =>
+                if continues
+                    && ready.rows == step.rows
+                    && ready.adapters == step.adapters
+                    && ready.follows == step.follows =>
             {
                 match ready.rules == step.rules {
                     true => Begin::Launch,

@@ -1,6 +1,7 @@
 //! Decode steps: one new token for each of up to [`BATCH`] sequences. A step is a recorded graph, which ends with the choice of the next
 //! token and leaves the device ready for the next step.
 
+use super::adapted::RowAdapters;
 use super::executor::Executor;
 use super::graphs::{GraphKey, GraphKind, Selection, bucket};
 use super::lowered::{Lowered, Source, attention_units};
@@ -40,6 +41,8 @@ struct Sequences<'a> {
     choices: Vec<Choice<'a>>,
     /// The hidden rows of the positions before, if the drafter follows the sequences.
     before: Vec<Option<&'a [f32]>>,
+    /// The adapters of rows, if any has one.
+    adapters: Option<RowAdapters>,
     /// Rows that the step runs: those of the sequences, then padding.
     rows: usize,
 }
@@ -64,6 +67,7 @@ impl Executor {
         look_ahead: bool,
         logits: &mut Vec<f32>,
     ) -> Result<Vec<Result<StepOutput>>> {
+        let rows = rows_of(source, steps.len());
         let sequences = Sequences {
             tokens: steps.iter().map(|step| step.tokens[0]).collect(),
             positions: steps.iter().map(|step| step.first).collect(),
@@ -73,7 +77,8 @@ impl Executor {
                 .map(|step| choice_of(step).unwrap_or(GREEDY))
                 .collect(),
             before: before_of(steps),
-            rows: rows_of(source, steps.len()),
+            adapters: RowAdapters::of(steps.iter().map(|step| step.adapter), rows)?,
+            rows,
         };
         let each = sequences.tables.iter().zip(&sequences.positions);
         let input = StepInput {
@@ -84,6 +89,10 @@ impl Executor {
                 state.of_pass(position, position + 1)
             }),
             rules: each_rule(&sequences.choices),
+            adapters: sequences
+                .adapters
+                .as_ref()
+                .map_or(Vec::new(), |a| a.tables.clone()),
             long: steps.first().is_some_and(|step| self.is_long(step.context)),
             follows: !sequences.before.is_empty(),
         };
@@ -227,6 +236,7 @@ impl Executor {
             tables,
             choices,
             before,
+            adapters,
             rows,
         } = sequences;
         let (rows, pages) = (*rows, input.last() / cuda::PAGE + 1);
@@ -240,6 +250,9 @@ impl Executor {
             Begin::Launch | Begin::WriteRules | Begin::Choose { .. } => {}
             Begin::WriteAll => {
                 memory.write_step(tokens, positions, tables, rows)?;
+                if let Some(adapters) = adapters {
+                    memory.write_adapters(gpu, sizes, adapters)?;
+                }
                 if input.follows {
                     memory.write_hidden(before, 0..rows)?;
                 }
@@ -284,6 +297,7 @@ impl Executor {
             splits: self.splits(source, rows, input.last()),
             selection: chooses.then(|| selection(&input.rules)),
             long: input.long,
+            adapted: sequences.adapters.as_ref().map(|adapters| adapters.pass),
             kind: GraphKind::Step {
                 follows: input.follows,
             },
@@ -357,6 +371,7 @@ impl Executor {
                 splits: &key.splits,
                 chunks: &[],
             },
+            adapted: key.adapted,
             long: key.long,
             hands_on: false,
             copies: true,
@@ -368,7 +383,14 @@ impl Executor {
         let Lowered {
             model, hardware, ..
         } = &self.lowered;
-        let steps = plan::plan(model, model.own_blocks(), pass.rows, rows, hardware)?;
+        let steps = plan::plan(
+            model,
+            model.own_blocks(),
+            pass.rows,
+            rows,
+            pass.adapts(),
+            hardware,
+        )?;
         steps.iter().try_for_each(|step| pass.enqueue(step))
     }
 

@@ -1,6 +1,7 @@
 //! Verifications: a token and drafted ones of each of several sequences, in one recorded pass that chooses a token after each. Rows are those
 //! of a decode step in which the rows of one sequence share its blocks, each one position further.
 
+use super::adapted::RowAdapters;
 use super::executor::Executor;
 use super::graphs::{GraphKey, GraphKind, bucket, verified_bucket};
 use super::lowered::Source;
@@ -12,6 +13,7 @@ use super::step::{BATCH, GREEDY, before_of, each_rule, selection};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::cuda::{self, Drawn, Event};
+use crate::model::adapter::Adapter;
 use crate::model::batch::{Segment, Wanted};
 use crate::model::kv::{KvTables, StateBlocks};
 use crate::ops::sample::Choice;
@@ -35,6 +37,7 @@ struct VerifiedPass<'a> {
     tables: Vec<&'a KvTables>,
     states: Vec<Option<StateBlocks>>,
     choices: Vec<Choice<'a>>,
+    adapters: Vec<Option<&'a Adapter>>,
 }
 
 /// Whether a segment can be verified by a recorded pass, rather than by a ragged one.
@@ -80,6 +83,7 @@ impl<'a> VerifiedPass<'a> {
             tables: vec![padding; rows],
             states: vec![Some(StateBlocks::NULL); rows],
             choices: vec![GREEDY; rows],
+            adapters: vec![None; rows],
         };
         for (sequence, segment) in segments.iter().enumerate() {
             let Wanted::Verified(how) = segment.wanted else {
@@ -94,6 +98,7 @@ impl<'a> VerifiedPass<'a> {
                 pass.tokens[row] = token;
                 pass.positions[row] = segment.first + i;
                 pass.tables[row] = segment.tables;
+                pass.adapters[row] = segment.adapter;
                 pass.choices[row] = how.choice(i, len);
                 if source.kv.state().is_some() {
                     pass.states[row] = states.get(i).copied();
@@ -149,6 +154,10 @@ impl Executor {
         // Padding is among the rows.
         memory.expect_stale_faults();
         memory.write_states(&pass.states, rows)?;
+        let adapters = RowAdapters::of(pass.adapters.iter().copied(), rows)?;
+        if let Some(adapters) = &adapters {
+            memory.write_adapters(gpu, sizes, adapters)?;
+        }
         let rules = each_rule(&pass.choices);
         memory.write_rules(gpu, sizes, &rules, &pass.choices)?;
         if !before.is_empty() {
@@ -166,6 +175,7 @@ impl Executor {
             splits: self.splits(source, rows, last),
             selection: Some(selection(&rules)),
             long: false,
+            adapted: adapters.map(|adapters| adapters.pass),
             kind: GraphKind::Verification {
                 follows: !before.is_empty(),
             },

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::{Applied, Kernel, Norm, Normed, Part, Then};
 use crate::cuda::Layout;
+use crate::model::adapter::AdaptedPart;
 use crate::model::order::Half;
 
 impl fmt::Display for Norm {
@@ -16,6 +17,18 @@ impl fmt::Display for Norm {
             Norm::PerLayer(_) => "own input's",
             Norm::Head => "head",
         })
+    }
+}
+
+fn part_name(part: AdaptedPart) -> &'static str {
+    match part {
+        AdaptedPart::MixerInputs => "the mixer's inputs",
+        AdaptedPart::DeltaInputsAndGates => "qkv, z, b, a",
+        AdaptedPart::DeltaGates => "b, a",
+        AdaptedPart::HeadGate => "the gate of heads",
+        AdaptedPart::MixerOutput => "o",
+        AdaptedPart::MlpInputs => "the mlp's inputs",
+        AdaptedPart::MlpOutput => "down",
     }
 }
 
@@ -112,7 +125,26 @@ impl fmt::Display for Kernel {
                 let glu = if *fused { ", GLU" } else { "" };
                 write!(f, "gate, up{glu} ({input}) -> f16: {gemm}")
             }
+            Kernel::AdaptedGateUp { input, gemm } => write!(f, "gate, up ({input}) -> f32: {gemm}"),
             Kernel::Activate => f.write_str("GLU -> f16 rows"),
+            Kernel::ActivateAdapted { layout, .. } => {
+                write!(f, "add adapters' B, GLU -> f16 {}", layout_name(*layout))
+            }
+            Kernel::Shrink { part, layout } => {
+                write!(
+                    f,
+                    "adapters' A of {} ({})",
+                    part_name(*part),
+                    layout_name(*layout)
+                )
+            }
+            Kernel::ExpandNorm { part, norm, layout } => write!(
+                f,
+                "add adapters' B of {}, {norm} norm -> f16 {}",
+                part_name(*part),
+                layout_name(*layout)
+            ),
+            Kernel::Expand { part, .. } => write!(f, "add adapters' B of {}", part_name(*part)),
             Kernel::Up { input, gemm } => write!(f, "up ({input}) -> f16: {gemm}"),
             Kernel::Square => f.write_str("squared ReLU -> f16 rows"),
             Kernel::Project {

@@ -4,6 +4,7 @@ use super::{Applied, Kernel, MixerShape, ModelShape, Norm, Normed, PlannedKernel
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{GemmPlan, Hardware, InputForm, Layout, Output};
+use crate::model::adapter::Adapts;
 use crate::model::order::Half;
 
 /// The layout of the input of the drafter's projection.
@@ -32,6 +33,7 @@ pub(in crate::model::fused) fn draft(
         model.own_blocks().end..all,
         rows,
         Rows::Step,
+        Adapts::NOTHING,
         hardware,
     )?);
     steps.push(PlannedKernel {

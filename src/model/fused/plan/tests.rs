@@ -223,11 +223,21 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         }
         Kernel::StoreKv => own(&[BlockOp::Heads]),
         Kernel::Prefill | Kernel::AttendRows => own(&[BlockOp::Attend]),
-        Kernel::GateUp { .. } | Kernel::Activate | Kernel::Up { .. } | Kernel::Square
+        Kernel::GateUp { .. }
+        | Kernel::AdaptedGateUp { .. }
+        | Kernel::Activate
+        | Kernel::ActivateAdapted { .. }
+        | Kernel::Up { .. }
+        | Kernel::Square
             if is_mixture(Half::Mlp) =>
         {
             Vec::new()
         }
+        Kernel::AdaptedGateUp { input, .. } => [prologue(input), own(&[BlockOp::GateUp])].concat(),
+        Kernel::ActivateAdapted { .. } => own(&[BlockOp::Activate]),
+        // Beside the projections.
+        Kernel::Shrink { .. } | Kernel::Expand { .. } => Vec::new(),
+        Kernel::ExpandNorm { norm, .. } => enter(*norm),
         Kernel::GateUp { input, fused, .. } => {
             let ops = [BlockOp::GateUp, BlockOp::Activate];
             [prologue(input), own(&ops[..1 + usize::from(*fused)])].concat()
@@ -523,6 +533,64 @@ fn of_drafters() -> String {
     table
 }
 
+/// Everything that adapters may change.
+const ALL_PARTS: Adapts = Adapts {
+    mixer_inputs: true,
+    mixer_output: true,
+    mlp_inputs: true,
+    mlp_output: true,
+};
+
+/// Plans of passes with adapters, which run the same operations.
+fn of_adapters() -> String {
+    let mut table = String::new();
+    for (name, (model, specs), hardware) in models() {
+        for (rows, kind) in [(1, Rows::Step), (64, Rows::Step), (40, Rows::Ragged)] {
+            for (what, adapts) in [
+                ("everything", ALL_PARTS),
+                (
+                    "the mixer's inputs",
+                    Adapts {
+                        mixer_inputs: true,
+                        ..Adapts::NOTHING
+                    },
+                ),
+            ] {
+                let steps = plan(&model, model.own_blocks(), rows, kind, adapts, hardware).unwrap();
+                let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
+                let completed: Vec<_> = completed.collect();
+                assert_eq!(completed, expected(&specs), "{name}, {rows} rows, {what}");
+                check_adapted(&steps);
+                if name == "Qwen3-4B, NVFP4, H200" && rows != 40 {
+                    let adapts = format!("adapters of {what}");
+                    writeln!(table, "{name}, a step of {rows}, {adapts}").unwrap();
+                    table.push_str(&printed(&steps));
+                }
+            }
+        }
+    }
+    table
+}
+
+/// A factors follow the GEMM of their part, beside which they run, and B factors follow them.
+fn check_adapted(steps: &[PlannedKernel]) {
+    for (i, step) in steps.iter().enumerate() {
+        if let Kernel::Shrink { .. } = step.kernel {
+            assert!(gemm(&steps[i - 1].kernel).is_some(), "{steps:?}");
+            let next = steps[i + 1].kernel;
+            assert!(
+                matches!(
+                    next,
+                    Kernel::Expand { .. }
+                        | Kernel::ExpandNorm { .. }
+                        | Kernel::ActivateAdapted { .. }
+                ),
+                "{next:?}"
+            );
+        }
+    }
+}
+
 /// A model whose plans are tested: its name, its shapes and specs, and a device.
 type Described = (
     &'static str,
@@ -596,7 +664,8 @@ fn plans_are_as_written_down() {
             if kind == Rows::Verification && name.starts_with("Gemma 4") {
                 continue;
             }
-            let steps = plan(&model, model.own_blocks(), rows, kind, hardware).unwrap();
+            let own = model.own_blocks();
+            let steps = plan(&model, own, rows, kind, Adapts::NOTHING, hardware).unwrap();
             let kind = match kind {
                 Rows::Step => "a step",
                 Rows::Verification => "a verification",
@@ -610,6 +679,7 @@ fn plans_are_as_written_down() {
         }
     }
     table.push_str(&of_drafters());
+    table.push_str(&of_adapters());
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/src/model/fused/plan.txt");
     let expected = std::fs::read_to_string(path).unwrap_or_default();
     if table != expected {
@@ -629,6 +699,7 @@ fn gemm(kernel: &Kernel) -> Option<&GemmPlan> {
         | Kernel::DeltaGates { gemm, .. }
         | Kernel::MambaInputs { gemm, .. }
         | Kernel::GateUp { gemm, .. }
+        | Kernel::AdaptedGateUp { gemm, .. }
         | Kernel::Up { gemm, .. }
         | Kernel::Project { gemm, .. }
         | Kernel::PerLayerGate { gemm, .. }
@@ -645,9 +716,16 @@ fn sums(step: &PlannedKernel) -> String {
     // Kernels of attention differ by how they find their rows, and layouts change no sum.
     let name = match &step.kernel {
         Kernel::Decode { .. } | Kernel::DecodeStored { .. } | Kernel::AttendRows => "attention",
+        // Gate and up with their activation in a separate kernel.
+        Kernel::GateUp { .. } | Kernel::AdaptedGateUp { .. } => "GateUp",
+        Kernel::ActivateAdapted { .. } => "Activate",
         _ => kernel.split([' ', '{']).next().unwrap(),
     };
-    let fused = matches!(step.kernel, Kernel::GateUp { fused: true, .. });
+    // In f32, as in registers.
+    let fused = matches!(
+        step.kernel,
+        Kernel::GateUp { fused: true, .. } | Kernel::AdaptedGateUp { .. }
+    );
     let sums = gemm(&step.kernel).map(GemmPlan::sums);
     format!("{} {name} {fused} {sums:?}", step.block)
 }
@@ -659,8 +737,11 @@ fn deterministic_plans_add_in_one_order() {
         let hardware = hardware.deterministic();
         let mut first: Option<Vec<String>> = None;
         for kind in [Rows::Step, Rows::Verification, Rows::Ragged] {
-            for rows in [1, 2, 4, 5, 8, 9, 16, 17, 40, 64, 128, 129, 256, 1000, 4096] {
-                let steps = plan(&model, model.own_blocks(), rows, kind, &hardware).unwrap();
+            let rows = [1, 2, 4, 5, 8, 9, 16, 17, 40, 64, 128, 129, 256, 1000, 4096];
+            let adapts = [Adapts::NOTHING, ALL_PARTS];
+            for (rows, adapts) in rows.into_iter().flat_map(|m| adapts.map(|a| (m, a))) {
+                let own = model.own_blocks();
+                let steps = plan(&model, own, rows, kind, adapts, &hardware).unwrap();
                 let stores = |step: &&PlannedKernel| {
                     matches!(step.kernel, Kernel::StoreRows { .. } | Kernel::StoreKv)
                 };
@@ -675,10 +756,30 @@ fn deterministic_plans_add_in_one_order() {
                     );
                     before_head || matches!(step.kernel, Kernel::Head { .. })
                 };
-                let steps = steps.iter().filter(|step| !stores(step) && !is_head(step));
+                // Adapters change sums of their own rows alone.
+                let is_adapted = |step: &PlannedKernel| {
+                    matches!(
+                        step.kernel,
+                        Kernel::Shrink { .. }
+                            | Kernel::Expand { .. }
+                            | Kernel::ActivateAdapted { is_f16: false, .. }
+                    )
+                };
+                // Gate and up of adapted rows alone, after those of all.
+                let is_again = |i: usize| {
+                    let fused = |step: &PlannedKernel| {
+                        matches!(step.kernel, Kernel::GateUp { fused: true, .. })
+                    };
+                    let is_apart = matches!(steps[i].kernel, Kernel::AdaptedGateUp { .. });
+                    is_apart && fused(&steps[i - 1])
+                };
+                let kept = (0..steps.len()).filter(|&i| !is_again(i));
+                let steps = kept
+                    .map(|i| &steps[i])
+                    .filter(|step| !stores(step) && !is_head(step) && !is_adapted(step));
                 let got: Vec<String> = steps.map(sums).collect();
                 let want = first.get_or_insert_with(|| got.clone());
-                assert_eq!(&got, want, "{name}, {rows} rows, {kind:?}");
+                assert_eq!(&got, want, "{name}, {rows} rows, {kind:?}, {adapts:?}");
             }
         }
         let heads = [1, 8, 17, 64].map(|rows| {

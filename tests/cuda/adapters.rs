@@ -1,0 +1,476 @@
+//! Adapters at run time on a GPU: their kernels against f64, models with them against the processor and against merged weights, mixed
+//! batches, recorded steps, the prefix cache, memory, and what is refused.
+
+use std::sync::Arc;
+
+use NVFP4::base::ErrorKind;
+use NVFP4::base::memory::{self, Tag};
+use NVFP4::cuda::{
+    self, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, AdapterFactors, AdapterScratch,
+    AdapterTable, AdapterTiles, Glu, Gpu, Layout,
+};
+use NVFP4::engine::{LoadedAdapter, Served};
+use NVFP4::format::nvfp4::QuantizeOptions;
+use NVFP4::model::{Device, LoadOptions};
+use NVFP4::session::{SamplingOptions, Session, SessionOptions, step};
+use NVFP4::tensor::WeightType;
+
+use crate::common::adapters::{Written, merged, modules, two};
+use crate::common::{expect_kind, golden, options, some_tokens};
+use crate::support::{
+    Dense, EXACT, F16, as_f16, as_f64, assert_close, coarseness, generated, gpu, in_layout, normal,
+    poisoned, product, read_f16, read_f32, read_rows, relative_l2, rounded, same_bits, upload,
+};
+
+/// A factor pair on the device.
+struct Pair {
+    a: Dense,
+    b: Dense,
+    scale: f32,
+}
+
+impl Pair {
+    fn new(gpu: &Arc<Gpu>, [rank, k, n]: [usize; 3], types: [WeightType; 2], seed: u64) -> Pair {
+        let scaled = |seed, count, by: f32| {
+            normal(seed, count)
+                .iter()
+                .map(|v| v * by)
+                .collect::<Vec<_>>()
+        };
+        Pair {
+            a: Dense::new(
+                gpu,
+                [rank, k],
+                types[0],
+                &scaled(seed, rank * k, 1.0 / (k as f32).sqrt()),
+            ),
+            b: Dense::new(gpu, [n, rank], types[1], &scaled(seed + 1, n * rank, 0.3)),
+            scale: 1.5,
+        }
+    }
+
+    fn factors(&self) -> AdapterFactors<'_> {
+        AdapterFactors {
+            a: &self.a.device,
+            b: &self.b.device,
+            scale: self.scale,
+        }
+    }
+
+    /// scale * B (A x) of a row, in f64.
+    fn of(&self, x: &[f64], k: usize) -> Vec<f64> {
+        let low = product(x, &self.a.values, k);
+        let added = product(&low, &self.b.values, low.len());
+        added.iter().map(|v| v * f64::from(self.scale)).collect()
+    }
+}
+
+/// Rows of two adapters and of none, of uneven widths and ranks, in both layouts: added to f32 and f16 outputs, and before a gated unit.
+#[test]
+fn rows_get_the_products_of_their_factors() {
+    let Some(gpu) = gpu() else { return };
+    const FIRST: usize = 3;
+    let types = [WeightType::BF16, WeightType::F32, WeightType::F16];
+    for (rows, k, widths, ranks) in [
+        (1, 2560, &[400usize, 128][..], [16, 16]),
+        (70, 1552, &[272, 272], [48, 16]),
+        (300, 9728, &[200, 200], [16, 64]),
+    ] {
+        let pairs: Vec<Vec<Pair>> = (0..2)
+            .map(|adapter| {
+                let each = widths.iter().enumerate();
+                each.map(|(i, &n)| {
+                    let types = [types[(adapter + i) % 3], types[(adapter + 2 * i + 1) % 3]];
+                    let seed = 10 * adapter as u64 + 2 * i as u64 + 1;
+                    Pair::new(&gpu, [ranks[adapter], k, n], types, seed)
+                })
+                .collect()
+            })
+            .collect();
+        let tables: Vec<AdapterTable> = pairs
+            .iter()
+            .map(|pairs| {
+                let mut all = vec![None; FIRST];
+                all.extend(pairs.iter().map(|pair| Some(pair.factors())));
+                AdapterTable::new(&gpu, &all).unwrap()
+            })
+            .collect();
+        let adapter_of = |row: usize| [Some(0), None, Some(1)][row % 3];
+        let of_rows: Vec<u64> = (0..rows)
+            .map(|row| adapter_of(row).map_or(0, |i| tables[i].address()))
+            .collect();
+        let tiles = AdapterTiles::of(&of_rows);
+        let mut scratch = AdapterScratch::new(&gpu, rows, k, 64).unwrap();
+        scratch.write(&tiles, tiles.count()).unwrap();
+        let group = AdaptedGroup {
+            scratch: &scratch,
+            tiles: tiles.count(),
+            rank: 64,
+            rows,
+            first: FIRST,
+            k,
+        };
+        let values = normal(77, rows * k);
+        let (x, width) = (rounded(&values), widths.iter().sum::<usize>());
+        let before = normal(78, rows * width);
+        // The rows that the kernel takes are those divided by 4.
+        let want: Vec<f64> = (0..rows)
+            .flat_map(|row| {
+                let x: Vec<f64> = x[row * k..][..k].iter().map(|v| 4.0 * v).collect();
+                let added: Vec<f64> = match adapter_of(row) {
+                    Some(i) => pairs[i].iter().flat_map(|pair| pair.of(&x, k)).collect(),
+                    None => vec![0.0; width],
+                };
+                let before = &before[row * width..][..width];
+                let both = before.iter().zip(added);
+                both.map(|(&y, d)| f64::from(y) + d).collect::<Vec<f64>>()
+            })
+            .collect();
+        for layout in [Layout::RowMajor, Layout::FragmentMajor] {
+            let what = format!("{rows} rows of {k}, {layout:?}");
+            let device = upload(&gpu, &in_layout(layout, &values, rows, k));
+            cuda::shrink(&gpu, &group, widths.len(), &device, layout, 4.0).unwrap();
+            let y = upload(&gpu, &before);
+            let outputs = AdaptedOutputs {
+                y: &y,
+                stride: width,
+                is_f16: false,
+                features: widths,
+            };
+            cuda::expand(&gpu, &group, &outputs).unwrap();
+            assert_close(&read_f32(&y, rows * width), &want, EXACT, &what);
+            let y = upload(&gpu, &as_f16(&before));
+            let halves = AdaptedOutputs {
+                y: &y,
+                is_f16: true,
+                ..outputs
+            };
+            cuda::expand(&gpu, &group, &halves).unwrap();
+            assert_close(&read_f16(&y, rows * width), &want, 2.0 * F16, &what);
+            if widths[0] != widths[1] {
+                continue;
+            }
+            let wide = widths[0];
+            let glu: Vec<f64> = want
+                .chunks_exact(width)
+                .flat_map(|row| {
+                    let pairs = row[..wide].iter().zip(&row[wide..]);
+                    pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u / 16.0)
+                })
+                .collect();
+            let gate_up = upload(&gpu, &before);
+            let out = poisoned(&gpu, layout.elements(rows, wide) * 2);
+            let overflow = upload(&gpu, &vec![0u32; rows]);
+            let inputs = AdaptedGateUp {
+                gate_up: &gate_up,
+                is_f16: false,
+                width: wide,
+                others_are_done: false,
+            };
+            cuda::adapted_glu(
+                &gpu,
+                &group,
+                Glu::default(),
+                &inputs,
+                (&overflow, 5),
+                &out,
+                layout,
+            )
+            .unwrap();
+            assert_close(&read_rows(layout, &out, rows, wide), &glu, F16, &what);
+            let mut noted = vec![1u32; rows];
+            overflow.read(0, &mut noted).unwrap();
+            assert_eq!(noted, vec![0; rows], "{what}");
+        }
+    }
+}
+
+fn on_gpu(gpu: &Arc<Gpu>, quantize: bool) -> LoadOptions {
+    LoadOptions {
+        device: Device::Cuda(gpu.clone()),
+        ..on_cpu(quantize)
+    }
+}
+
+fn on_cpu(quantize: bool) -> LoadOptions {
+    LoadOptions {
+        quantize: quantize.then(QuantizeOptions::default),
+        prefix_cache: false,
+        ..options()
+    }
+}
+
+fn session(model: &Arc<Served>, adapter: Option<&Arc<LoadedAdapter>>) -> Session {
+    let options = SessionOptions {
+        adapter: adapter.cloned(),
+        ..SessionOptions::default()
+    };
+    Session::new(model.clone(), &options).unwrap()
+}
+
+/// Logits after a prompt, run at once and token by token.
+fn both_ways(
+    model: &Arc<Served>,
+    adapter: Option<&Arc<LoadedAdapter>>,
+    tokens: &[u32],
+) -> [Vec<f32>; 2] {
+    let mut at_once = session(model, adapter);
+    at_once.prefill(tokens).unwrap();
+    let mut each = session(model, adapter);
+    each.prefill_token_by_token(tokens).unwrap();
+    [&mut at_once, &mut each].map(|session| session.logits().unwrap().to_vec())
+}
+
+/// Cases with every kind of layer that a GPU adapts, and the bound of their logits: biased and fused projections, norms after halves, keys
+/// and values of other blocks, gated attention, gated delta nets and Mamba-2.
+const CASES: [(&str, f64); 7] = [
+    ("qwen3_tied", 5e-3),
+    ("llama_biased", 5e-3),
+    ("phi3_partial", 5e-3),
+    ("gemma3_wide", 5e-3),
+    ("gemma4_shared", 5e-3),
+    ("qwen35_tied", 1e-2),
+    ("nemotronh_dense", 1e-2),
+];
+
+/// The linear maps of a case that a GPU adapts.
+fn adapted(case: &str) -> Vec<(String, [usize; 2])> {
+    let all = modules(case).into_iter();
+    all.filter(|(name, _)| !name.contains("per_layer"))
+        .collect()
+}
+
+#[test]
+fn models_with_adapters_agree_with_the_processor() {
+    let Some(gpu) = gpu() else { return };
+    let mut tested = 0;
+    for (case, bar) in CASES {
+        for quantize in [false, true] {
+            let Ok(model) = Served::load(&golden(case), &on_gpu(&gpu, quantize)) else {
+                continue;
+            };
+            tested += 1;
+            let cpu = Served::load(&golden(case), &on_cpu(quantize)).unwrap();
+            let written = Written::new(&format!("gpu-{case}-{quantize}"), 3, &adapted(case)).0;
+            let (of_cpu, of_gpu) = (written.load(&cpu).unwrap(), written.load(&model).unwrap());
+            assert_eq!(of_cpu.identity(), of_gpu.identity());
+            assert_eq!(of_cpu.projections(), of_gpu.projections());
+            let tokens = some_tokens(&cpu, 50);
+            let [want, _] = both_ways(&cpu, Some(&of_cpu), &tokens);
+            let [plain, _] = both_ways(&cpu, None, &tokens);
+            let want = as_f64(&want);
+            let moved = relative_l2(&plain, &want);
+            let bar = bar * coarseness(&model);
+            for (got, how) in both_ways(&model, Some(&of_gpu), &tokens)
+                .iter()
+                .zip(["at once", "each"])
+            {
+                let what = format!("{case}, quantized {quantize}, {how}");
+                println!(
+                    "{what}: {:.2e}, moved by {moved:.2e}",
+                    relative_l2(got, &want)
+                );
+                assert_close(got, &want, bar, &what);
+            }
+            assert!(moved > 10.0 * bar, "{case}: {moved}");
+        }
+    }
+    assert!(tested >= 10, "{tested}");
+}
+
+#[test]
+fn models_with_adapters_agree_with_merged_weights() {
+    let Some(gpu) = gpu() else { return };
+    for (case, bar) in [
+        ("qwen3_tied", 5e-3),
+        ("gemma3_wide", 5e-3),
+        ("qwen35_tied", 1e-2),
+    ] {
+        let (written, factors) = Written::new(&format!("gpu-merged-{case}"), 4, &adapted(case));
+        let dense = merged(case, "gpu-adapters-dense", &[]);
+        let of_merged = merged(case, "gpu-adapters-merged", &factors);
+        let model = Served::load(&dense.0, &on_gpu(&gpu, false)).unwrap();
+        let adapter = written.load(&model).unwrap();
+        let want = Served::load(&of_merged.0, &on_cpu(false)).unwrap();
+        let tokens = some_tokens(&model, 40);
+        let [want, _] = both_ways(&want, None, &tokens);
+        for got in both_ways(&model, Some(&adapter), &tokens) {
+            assert_close(&got, &as_f64(&want), bar, case);
+        }
+    }
+}
+
+/// Sequences with different adapters, and without one, have the bits of sequences that run alone on a deterministic model; those without
+/// have the bits of a model without adapters.
+#[test]
+fn mixed_batches_have_the_bits_of_each_alone() {
+    let Some(gpu) = gpu() else { return };
+    for (case, quantize) in [
+        ("qwen3_tied", true),
+        ("qwen3_tied", false),
+        ("qwen35_tied", true),
+        ("nemotronh_dense", true),
+    ] {
+        let of_case = LoadOptions {
+            deterministic: true,
+            ..on_gpu(&gpu, quantize)
+        };
+        let model = Served::load(&golden(case), &of_case).unwrap();
+        let prompts: Vec<Vec<u32>> = (0..21)
+            .map(|i| some_tokens(&model, 60)[i..9 + 2 * i].to_vec())
+            .collect();
+        let next: Vec<[u32; 3]> = prompts.iter().map(|p| [p[1], p[2], p[3]]).collect();
+        let alone = |i: usize, adapter: Option<&Arc<LoadedAdapter>>| {
+            let mut alone = session(&model, adapter);
+            for token in prompts[i].iter().chain(&next[i]) {
+                alone.decode(*token).unwrap();
+            }
+            alone.logits().unwrap().to_vec()
+        };
+        let plain = alone(2, None);
+        let [first, second] = two(case, &format!("gpu-mixed-{case}-{quantize}"));
+        let (first, second) = (first.load(&model).unwrap(), second.load(&model).unwrap());
+        let adapter_of = |i: usize| [Some(&first), Some(&second), None][i % 3];
+        let each: Vec<Vec<f32>> = (0..prompts.len())
+            .map(|i| alone(i, adapter_of(i)))
+            .collect();
+        assert!(same_bits(&each[2], &plain), "{case}");
+        assert!(each[0] != alone(0, None), "{case}");
+        let mut batch: Vec<Session> = (0..prompts.len())
+            .map(|i| session(&model, adapter_of(i)))
+            .collect();
+        for (session, prompt) in batch.iter_mut().zip(&prompts) {
+            session.prefill(prompt).unwrap();
+        }
+        for i in 0..3 {
+            let tokens: Vec<u32> = next.iter().map(|tokens| tokens[i]).collect();
+            let mut sessions: Vec<&mut Session> = batch.iter_mut().collect();
+            step(&mut sessions, &tokens).unwrap();
+        }
+        for (i, (session, alone)) in batch.iter_mut().zip(&each).enumerate() {
+            assert!(
+                same_bits(session.logits().unwrap(), alone),
+                "{case}, quantized {quantize}: session {i}"
+            );
+        }
+    }
+}
+
+/// Recorded steps serve other adapters of the same shape, sessions without one, and an adapter that is loaded again; memory goes with it.
+#[test]
+fn steps_are_replayed_with_other_adapters() {
+    let Some(gpu) = gpu() else { return };
+    let model = Served::load(&golden("qwen3_tied"), &on_gpu(&gpu, true)).unwrap();
+    let [first, second] = two("qwen3_tied", "gpu-replay");
+    let prompt = some_tokens(&model, 20);
+    let tokens = |adapter: Option<&Arc<LoadedAdapter>>| {
+        let mut session = session(&model, adapter);
+        session.prefill(&prompt).unwrap();
+        let fork = session.fork();
+        let tokens = generated(&mut session, 40, &SamplingOptions::default());
+        assert_eq!(
+            tokens,
+            generated(&mut fork.unwrap(), 40, &SamplingOptions::default())
+        );
+        tokens
+    };
+    let plain = tokens(None);
+    let loaded = first.load(&model).unwrap();
+    let bytes = loaded.bytes();
+    let (one, other) = (tokens(Some(&loaded)), second.load(&model).unwrap());
+    let two = tokens(Some(&other));
+    assert!(one != plain && two != plain && one != two);
+    for _ in 0..3 {
+        assert_eq!(tokens(None), plain);
+        assert_eq!(tokens(Some(&other)), two);
+        assert_eq!(tokens(Some(&loaded)), one);
+    }
+    assert!(bytes > 0);
+    drop(loaded);
+    let again = first.load(&model).unwrap();
+    assert_eq!(tokens(Some(&again)), one);
+    assert_eq!(tokens(Some(&other)), two);
+}
+
+/// A session begins with blocks of others that have the same adapter, and of no other.
+#[test]
+fn prefixes_are_shared_by_sessions_with_the_same_adapter() {
+    let Some(gpu) = gpu() else { return };
+    let with_cache = LoadOptions {
+        prefix_cache: true,
+        prefix_bytes: 16 << 20,
+        ..on_gpu(&gpu, false)
+    };
+    let model = Served::load(&golden("qwen3_tied"), &with_cache).unwrap();
+    let [first, second] = two("qwen3_tied", "gpu-prefixes");
+    let (first, second) = (first.load(&model).unwrap(), second.load(&model).unwrap());
+    let tokens = some_tokens(&model, 70);
+    let found = |adapter: Option<&Arc<LoadedAdapter>>| {
+        let before = model.statistics().prompt_tokens_found;
+        let mut session = session(&model, adapter);
+        session.prefill(&tokens).unwrap();
+        let logits = session.logits().unwrap().to_vec();
+        (model.statistics().prompt_tokens_found - before, logits)
+    };
+    let all = [None, Some(&first), Some(&second)];
+    let cold = all.map(&found);
+    let warm = all.map(&found);
+    for ((cold, warm), i) in cold.iter().zip(&warm).zip(0..) {
+        assert_eq!((cold.0, warm.0), (0, 64), "{i}");
+        assert_close(
+            &warm.1,
+            &as_f64(&cold.1),
+            5e-3 * coarseness(&model),
+            "a prefix",
+        );
+    }
+    assert!(relative_l2(&cold[0].1, &as_f64(&cold[1].1)) > 0.05);
+    assert!(relative_l2(&cold[2].1, &as_f64(&cold[1].1)) > 0.05);
+}
+
+/// One line refuses what no kernel adapts, and takes no memory.
+#[test]
+fn routed_experts_take_no_adapter() {
+    let Some(gpu) = gpu() else { return };
+    for case in ["qwen3moe_mixed", "qwen2moe_shared"] {
+        let Ok(model) = Served::load(&golden(case), &on_gpu(&gpu, true)) else {
+            println!("SKIPPED {case}: its heads are too small");
+            continue;
+        };
+        let all = modules(case);
+        let (experts, others): (Vec<_>, Vec<_>) = all
+            .into_iter()
+            .partition(|(name, _)| name.contains("experts."));
+        let mut both = others.clone();
+        both.push(experts[0].clone());
+        let refused = Written::new(&format!("gpu-experts-{case}"), 5, &both).0;
+        expect_kind(refused.load(&model), ErrorKind::Unsupported, &experts[0].0);
+        let written = Written::new(&format!("gpu-beside-{case}"), 5, &others).0;
+        let cpu = Served::load(&golden(case), &on_cpu(true)).unwrap();
+        let tokens = some_tokens(&cpu, 12);
+        let (of_cpu, of_gpu) = (written.load(&cpu).unwrap(), written.load(&model).unwrap());
+        let [want, _] = both_ways(&cpu, Some(&of_cpu), &tokens);
+        let [plain, _] = both_ways(&cpu, None, &tokens);
+        let [got, _] = both_ways(&model, Some(&of_gpu), &tokens);
+        // A row may go to another expert.
+        let (far, moved) = (
+            relative_l2(&got, &as_f64(&want)),
+            relative_l2(&plain, &as_f64(&want)),
+        );
+        println!("{case}: {far:.2e}, moved by {moved:.2e}");
+        assert!(far < 0.3 * moved, "{case}: {far}, {moved}");
+    }
+}
+
+/// Factors are counted as weights on the device.
+#[test]
+fn factors_are_counted() {
+    let Some(gpu) = gpu() else { return };
+    let model = Served::load(&golden("llama_wide"), &on_gpu(&gpu, false)).unwrap();
+    let written = Written::new("gpu-counted", 5, &adapted("llama_wide")).0;
+    let loaded = written.load(&model).unwrap();
+    assert!(memory::usage(Tag::DeviceWeights).current >= loaded.bytes() as u64);
+    let cpu = Served::load(&golden("llama_wide"), &on_cpu(false)).unwrap();
+    let of_cpu = written.load(&cpu).unwrap();
+    assert!(loaded.bytes() >= of_cpu.bytes() / 2 && loaded.bytes() > 0);
+}
