@@ -1,123 +1,15 @@
-//! Adapters in fused passes: the rows of a pass by adapter, and the launches beside its GEMMs.
+//! Launches of the kernels that apply adapters in a pass, beside its GEMMs.
 
-use std::sync::Arc;
-
-use super::memory::Memory;
 use super::operands::{biased, matrix};
 use super::pass::FusedPass;
 use super::plan::{self, Norm, Normed};
 use super::recurrent_scratch::{delta_inputs, mamba_inputs};
-use super::sizes::Sizes;
+use super::row_adapters::{AdaptedPass, AdapterMemory};
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::base::memory::Tag;
-use crate::cuda::{
-    self, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, AdapterScratch, AdapterTiles, DeviceBuffer,
-    GemmPlan, Gpu, Layout, Output,
-};
-use crate::model::adapter::{AdaptedPart, Adapter, Adapts};
+use crate::cuda::{self, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, GemmPlan, Layout, Output};
+use crate::model::adapter::AdaptedPart;
 use crate::model::spec::MixerSpec;
-
-/// The properties of a pass with adapters that its launches depend on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct AdaptedPass {
-    pub(super) adapts: Adapts,
-    /// Tiles of rows that are launched.
-    tiles: usize,
-    /// The largest rank, rounded up so that a recording serves others.
-    rank: usize,
-}
-
-/// The rows of a pass by adapter.
-pub(super) struct RowAdapters {
-    pub(super) pass: AdaptedPass,
-    /// The table of each row's adapter, or 0.
-    pub(super) tables: Vec<u64>,
-    tiles: AdapterTiles,
-}
-
-impl RowAdapters {
-    /// The adapters of rows, and of padding up to `rows`; `None` if no row has one.
-    pub(super) fn of<'a>(
-        each: impl Iterator<Item = Option<&'a Adapter>>,
-        rows: usize,
-    ) -> Result<Option<RowAdapters>> {
-        let (mut adapts, mut rank) = (Adapts::NOTHING, 0);
-        let mut tables = Vec::with_capacity(rows);
-        for adapter in each {
-            let Some(adapter) = adapter else {
-                tables.push(0);
-                continue;
-            };
-            let on_gpu = adapter.on_gpu()?;
-            adapts = adapts.or(on_gpu.adapts());
-            rank = rank.max(on_gpu.rank());
-            tables.push(on_gpu.address());
-        }
-        if rank == 0 {
-            return Ok(None);
-        }
-        tables.resize(rows, 0);
-        let tiles = AdapterTiles::of(&tables);
-        Ok(Some(RowAdapters {
-            pass: AdaptedPass {
-                adapts,
-                tiles: tiles.count().next_power_of_two().min(rows),
-                rank: rank.next_power_of_two(),
-            },
-            tables,
-            tiles,
-        }))
-    }
-}
-
-/// Working memory of passes with adapters. The first of them allocates it.
-pub(super) struct AdapterMemory {
-    scratch: AdapterScratch,
-    /// f32 `[rows, 2 intermediate]`: gate and up where a pass without adapters has them in registers.
-    gate_up: DeviceBuffer,
-}
-
-impl Memory {
-    /// Enqueues a write of the rows of a pass by adapter, and makes room for the pass.
-    pub(super) fn write_adapters(
-        &mut self,
-        gpu: &Arc<Gpu>,
-        sizes: &Sizes,
-        adapters: &RowAdapters,
-    ) -> Result<()> {
-        let (rows, pass) = (adapters.tables.len(), adapters.pass);
-        let has_wide = pass.adapts.mlp_inputs && (sizes.deterministic || rows <= cuda::TILED);
-        let wide = |rows: usize| rows * 2 * sizes.intermediate * size_of::<f32>();
-        let wide_bytes = if has_wide { wide(rows) } else { 0 };
-        let holds = |memory: &AdapterMemory| {
-            memory.scratch.holds(rows, pass.rank) && memory.gate_up.bytes() >= wide_bytes
-        };
-        if !self.adapters.as_ref().is_some_and(holds) {
-            // Recordings have its addresses.
-            self.graphs.clear();
-            self.adapters = None;
-            let most = rows.max(self.rows);
-            let wide_rows = match sizes.deterministic {
-                true => rows,
-                false => cuda::TILED.min(most),
-            };
-            let width = sizes.inner().max(sizes.hidden);
-            self.adapters = Some(AdapterMemory {
-                scratch: AdapterScratch::new(gpu, most, width, pass.rank)?,
-                gate_up: DeviceBuffer::uninit(
-                    gpu,
-                    Tag::DeviceScratch,
-                    wide_bytes.max(wide(wide_rows)),
-                )?,
-            });
-        }
-        match &mut self.adapters {
-            Some(memory) => memory.scratch.write(&adapters.tiles, pass.tiles),
-            None => Ok(()),
-        }
-    }
-}
 
 impl<'a> FusedPass<'a> {
     fn adapter_memory(&self) -> Result<(AdaptedPass, &'a AdapterMemory)> {

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::adapted::AdaptedPass;
+use super::row_adapters::AdaptedPass;
 use crate::base::Result;
 use crate::cuda::{Graph, SplitKv};
 use crate::tensor::KvType;

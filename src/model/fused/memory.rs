@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::adapted::AdapterMemory;
 use super::drafter_scratch::DrafterScratch;
 use super::graphs::Graphs;
 use super::memory_sizes::{BufferBytes, LinearRoom, Room, table_pages};
 use super::per_layer_scratch::PerLayerScratch;
 use super::recurrent_scratch::RecurrentScratch;
+use super::row_adapters::{AdapterMemory, RowAdapters};
 use super::sizes::Sizes;
 use super::state::{AheadStep, Begin, DeviceState, StepInput};
 use crate::base::error::err;
@@ -220,6 +220,27 @@ impl Memory {
         }
         *self = new;
         Ok(())
+    }
+
+    /// Enqueues a write of the rows of a pass by adapter, and makes room for the pass.
+    pub(super) fn write_adapters(
+        &mut self,
+        gpu: &Arc<Gpu>,
+        sizes: &Sizes,
+        adapters: &RowAdapters,
+    ) -> Result<()> {
+        let holds = |memory: &AdapterMemory| memory.holds(sizes, adapters);
+        if !self.adapters.as_ref().is_some_and(holds) {
+            // Recordings have its addresses.
+            self.graphs.clear();
+            self.adapters = None;
+        }
+        match &mut self.adapters {
+            Some(memory) => memory.write(adapters),
+            none => none
+                .insert(AdapterMemory::new(gpu, sizes, adapters, self.rows)?)
+                .write(adapters),
+        }
     }
 
     /// Appends the first `count` logits; waits until the device has computed them.

@@ -20,6 +20,7 @@ mod plan;
 mod ragged;
 mod recurrent_layer;
 mod recurrent_scratch;
+mod row_adapters;
 mod shapes;
 mod sizes;
 mod state;

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use super::adapted::AdaptedPass;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
 use super::plan::{self, Applied, Kernel, Norm, Normed, Part, PlannedKernel, Then};
+use super::row_adapters::AdaptedPass;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::base::{Error, Result};

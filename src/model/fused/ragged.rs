@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::MutexGuard;
 
-use super::adapted::RowAdapters;
 use super::executor::Executor;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::pass::{Attention, ChunkRows, FusedPass, Through};
 use super::plan::drafter::Followed;
 use super::plan::{self, Applied, Norm, Normed, Rows};
+use super::row_adapters::RowAdapters;
 use crate::base::error::err;
 use crate::base::memory::{Tag, zeros};
 use crate::base::{Error, Result, call};

@@ -1,7 +1,6 @@
 //! Decode steps: one new token for each of up to [`BATCH`] sequences. A step is a recorded graph, which ends with the choice of the next
 //! token and leaves the device ready for the next step.
 
-use super::adapted::RowAdapters;
 use super::executor::Executor;
 use super::graphs::{GraphKey, GraphKind, Selection, bucket};
 use super::lowered::{Lowered, Source, attention_units};
@@ -10,6 +9,7 @@ use super::pass::{Attention, FusedPass, Through};
 use super::plan::drafter::Followed;
 use super::plan::{self, Rows};
 use super::ragged::token_of;
+use super::row_adapters::RowAdapters;
 use super::state::{AheadStep, Begin, DeviceState, RowState, StepInput};
 use crate::base::Result;
 use crate::base::error::bail;

@@ -1,7 +1,6 @@
 //! Verifications: a token and drafted ones of each of several sequences, in one recorded pass that chooses a token after each. Rows are those
 //! of a decode step in which the rows of one sequence share its blocks, each one position further.
 
-use super::adapted::RowAdapters;
 use super::executor::Executor;
 use super::graphs::{GraphKey, GraphKind, bucket, verified_bucket};
 use super::lowered::Source;
@@ -9,6 +8,7 @@ use super::memory::Memory;
 use super::plan::Rows;
 use super::plan::drafter::Followed;
 use super::ragged::token_of;
+use super::row_adapters::RowAdapters;
 use super::step::{BATCH, GREEDY, before_of, each_rule, selection};
 use crate::base::Result;
 use crate::base::error::{bail, err};
