@@ -16,6 +16,7 @@ use crate::cuda::{self, Drawn, Event};
 use crate::model::adapter::Adapter;
 use crate::model::batch::{Segment, Wanted};
 use crate::model::kv::{KvTables, StateBlocks};
+use crate::model::spec::{BlockSpec, KeyValues, Spec};
 use crate::ops::sample::Choice;
 
 /// The output of a verified segment, row by row.
@@ -40,6 +41,13 @@ struct VerifiedPass<'a> {
     adapters: Vec<Option<&'a Adapter>>,
 }
 
+/// Whether verifications of a model are recorded: rows of one sequence store their keys and values before they attend, which there are kernels
+/// for only where attention projects both and normalizes no values.
+pub(in crate::model) fn records_verifications(spec: &Spec) -> bool {
+    let mut attentions = spec.blocks.iter().filter_map(BlockSpec::attention);
+    attentions.all(|a| a.key_values == KeyValues::Projected && !a.value_norm)
+}
+
 /// Whether a segment can be verified by a recorded pass, rather than by a ragged one.
 pub(in crate::model) fn is_recorded(source: Source<'_>, segment: &Segment<'_>) -> bool {
     let len = segment.tokens.len();
@@ -47,6 +55,7 @@ pub(in crate::model) fn is_recorded(source: Source<'_>, segment: &Segment<'_>) -
     matches!(segment.wanted, Wanted::Verified(_))
         && verified_bucket(len).is_some()
         && segment.first > 0
+        && records_verifications(source.spec)
         && source.kv.has_null_block()
         && (source.kv.state().is_none() || states_of(segment).len() == len)
 }
