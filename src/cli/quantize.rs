@@ -279,17 +279,12 @@ impl Args {
     fn check_only_packs(&self) -> Result<()> {
         let options = [
             ("--recipe", self.recipe.is_some()),
-            ("--calibration", !self.calibration.is_empty()),
-            ("--calibration-windows", self.calibration_windows.is_some()),
-            ("--calibration-window", self.calibration_window.is_some()),
-            ("--device", self.device.is_some()),
-            ("--budget", self.budget.is_some()),
-            ("--distill", self.distill.is_some()),
             ("--tables", self.tables.is_some()),
             ("--keep-head", self.keep_head),
             ("--force", self.force),
         ];
-        match options.iter().find(|(_, is_given)| *is_given) {
+        let mut options = options.into_iter().chain(self.options_of_calibration());
+        match options.find(|(_, is_given)| *is_given) {
             Some((name, _)) => bail!(
                 InvalidArgument,
                 "{} is both INPUT and OUTPUT, so that --packed alone packs it as it is, and {name} has no effect; leave it out, or name another OUTPUT",
@@ -299,16 +294,21 @@ impl Args {
         }
     }
 
-    /// The requested recipe; an option of the calibrated recipe implies it. Fails if such an option is combined with another recipe.
-    fn recipe(&self) -> Result<Recipe> {
-        let options = [
+    /// The options that only the calibrated recipe takes, and whether each is given.
+    fn options_of_calibration(&self) -> [(&'static str, bool); 6] {
+        [
             ("--calibration", !self.calibration.is_empty()),
             ("--calibration-windows", self.calibration_windows.is_some()),
             ("--calibration-window", self.calibration_window.is_some()),
             ("--device", self.device.is_some()),
             ("--budget", self.budget.is_some()),
             ("--distill", self.distill.is_some()),
-        ];
+        ]
+    }
+
+    /// The requested recipe; an option of the calibrated recipe implies it. Fails if such an option is combined with another recipe.
+    fn recipe(&self) -> Result<Recipe> {
+        let options = self.options_of_calibration();
         let given = options.iter().find(|(_, is_given)| *is_given);
         match (self.recipe, given) {
             (Some(Recipe::Plain(_)), Some((name, _))) => bail!(
