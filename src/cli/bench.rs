@@ -120,8 +120,15 @@ struct Sample {
 }
 
 impl Args {
-    fn has_drafts(&self) -> bool {
-        self.drafts.is_some() || self.draft_model.is_some() || self.prompt_lookup > 0
+    /// The option that asks for drafts, if one does.
+    fn drafting_option(&self) -> Option<&'static str> {
+        let options = [
+            ("--drafts", self.drafts.is_some()),
+            ("--draft-model", self.draft_model.is_some()),
+            ("--prompt-lookup", self.prompt_lookup > 0),
+        ];
+        let given = options.into_iter().find(|(_, is_given)| *is_given);
+        given.map(|(name, _)| name)
     }
 }
 
@@ -149,10 +156,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
             json: args.json,
         });
     }
-    if args.has_drafts() && args.batch > 1 {
+    if let Some(option) = args.drafting_option().filter(|_| args.batch > 1) {
         bail!(
             InvalidArgument,
-            "drafts with --batch {}; they are measured with one sequence",
+            "{option} with --batch {}; drafts are measured with one sequence",
             args.batch
         );
     }
@@ -258,7 +265,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         bandwidth,
         roofline: steps * read / bandwidth,
         load_seconds,
-        drafts: args.has_drafts().then(|| DraftCounts {
+        drafts: args.drafting_option().map(|_| DraftCounts {
             drafted: samples.iter().map(|s| s.drafts.drafted).sum(),
             accepted: samples.iter().map(|s| s.drafts.accepted).sum(),
         }),
@@ -315,7 +322,7 @@ fn measure(
     let mut drafts = DraftCounts::default();
     let start = Instant::now();
     match &mut *sessions {
-        [session] if args.has_drafts() => {
+        [session] if args.drafting_option().is_some() => {
             let options = GenerateOptions {
                 max_tokens: args.gen_tokens,
                 ignore_model_stops: true,
