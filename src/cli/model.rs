@@ -2,11 +2,9 @@
 
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use NVFP4::base::call::{Progress, Watch};
 use NVFP4::base::error::{bail, err};
 use NVFP4::base::{Error, Result};
 use NVFP4::engine::{LoadedAdapter, Served};
@@ -227,12 +225,6 @@ impl ModelArgs {
         device: &Device,
         placement: Option<&Placement>,
     ) -> Result<Arc<Served>> {
-        let bar = output::byte_bar("loading", 0);
-        let progress = |p: Progress| {
-            bar.set_length(p.total);
-            bar.set_position(p.done);
-            ControlFlow::Continue(())
-        };
         let options = LoadOptions {
             device: device.clone(),
             device_choice: placement.map(Placement::to_string),
@@ -253,13 +245,7 @@ impl ModelArgs {
                 PackedName::Required => PackedUse::Required,
             },
         };
-        let watch = Watch {
-            progress: Some(&progress),
-            ..Watch::default()
-        };
-        let model = watch.during(|| Served::load(path, &options));
-        bar.finish_and_clear();
-        let model = model?;
+        let model = output::with_byte_bar("loading", || Served::load(path, &options))?;
         // A GPU does not have all types for all models: another device may be chosen now.
         model.sequence(1, self.kv.into())?;
         Ok(model)

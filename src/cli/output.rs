@@ -2,7 +2,9 @@
 
 use std::fmt;
 use std::io::Write;
+use std::ops::ControlFlow;
 
+use NVFP4::base::call::{Progress, Watch};
 use NVFP4::base::error::err;
 use NVFP4::base::{Error, Result};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -39,6 +41,23 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
 pub(super) fn byte_bar(label: impl Into<String>, total: u64) -> ProgressBar {
     let style = "{msg} [{elapsed_precise}] [{wide_bar}] {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec} ({eta})";
     bar(label, total, style)
+}
+
+/// Calls `body`, whose progress in bytes a bar shows meanwhile.
+pub(super) fn with_byte_bar<T>(label: &str, body: impl FnOnce() -> T) -> T {
+    let bar = byte_bar(label, 0);
+    let progress = |p: Progress| {
+        bar.set_length(p.total);
+        bar.set_position(p.done);
+        ControlFlow::Continue(())
+    };
+    let watch = Watch {
+        progress: Some(&progress),
+        ..Watch::default()
+    };
+    let result = watch.during(body);
+    bar.finish_and_clear();
+    result
 }
 
 /// A bar that counts items.

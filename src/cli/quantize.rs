@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use NVFP4::base::Result;
-use NVFP4::base::call::{Progress, Watch};
 use NVFP4::base::error::bail;
 use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::Checkpoint;
@@ -209,20 +208,8 @@ fn is_same(input: &Path, output: &Path) -> bool {
 
 /// Writes the packed weights of the model at `path`, with a bar.
 fn pack_with_bar(path: &Path, args: &Args) -> Result<PackReport> {
-    let bar = output::byte_bar("packing", 0);
-    let progress = |p: Progress| {
-        bar.set_length(p.total);
-        bar.set_position(p.done);
-        ControlFlow::Continue(())
-    };
-    let watch = Watch {
-        progress: Some(&progress),
-        ..Watch::default()
-    };
     let device = Device::cpu(args.threads)?;
-    let packed = watch.during(|| pack(path, &device));
-    bar.finish_and_clear();
-    packed
+    output::with_byte_bar("packing", || pack(path, &device))
 }
 
 fn show_packed(packed: &PackReport) -> Result<()> {

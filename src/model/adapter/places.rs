@@ -93,7 +93,7 @@ impl AdaptedPart {
 }
 
 /// Parts of blocks that an adapter changes, in any block.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::model) struct Adapts {
     pub(in crate::model) mixer_inputs: bool,
     pub(in crate::model) mixer_output: bool,
