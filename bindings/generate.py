@@ -47,6 +47,7 @@ GROUPS = (
     Group("CONTAINER", "Container", "Container", "Output format of a conversion."),
     Group("TOKEN_ROLE", "TokenRoles", "TokenRole", "Roles of special tokens.", flags=True),
     Group("PACKED", "PackedUse", "PackedUse", "Use of the file of packed weights beside a model's own."),
+    Group("TUNING", "Tuning", "Tuning", "Goal of passes with prompts."),
     Group("KV", "KvType", "KvType", "Precision of cached keys and values."),
     Group("EVICTION", "Eviction", "Eviction", "Treatment of tokens that do not fit in a session."),
     Group("FINISH", "FinishReason", "Finish", "Why a generation ended.", ("none",)),

@@ -389,6 +389,15 @@ extern "C" {
 /** That file, or an error. */
 #define NVFP4_PACKED_REQUIRED 2
 
+/** Prompts end soon: while other sessions generate, a prompt holds them up for 20 ms at a time, or for the time of three steps if that is longer. */
+#define NVFP4_TUNING_THROUGHPUT 0
+
+/**
+ * Prompts hold up other sessions as little as possible: on the CPU a pass with a part of one takes less than two steps, and on a GPU it is a pass of
+ * 128 rows, steps and part together. A long prompt takes two to five times as long as alone.
+ */
+#define NVFP4_TUNING_LATENCY 1
+
 /** It begins a text, as the model's files say: BOS. */
 #define NVFP4_TOKEN_ROLE_BEGINS_TEXT 1
 
@@ -955,6 +964,13 @@ typedef struct NVFP4_LoadOptions {
      * share. Default: #NVFP4_PACKED_AUTO.
      */
     int32_t packed;
+    /** One of NVFP4_TUNING_*: the goal of passes with prompts while other sessions generate. Default: #NVFP4_TUNING_THROUGHPUT. */
+    int32_t tuning;
+    /**
+     * Most tokens of prompts in such a pass, at least up to the next multiple of 16 of the session's positions; or 0 for as many as `tuning`
+     * allows by the times of passes, which are measured while the model runs. Default: 0.
+     */
+    uint32_t prompt_tokens;
 } NVFP4_LoadOptions;
 
 /** Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ. */

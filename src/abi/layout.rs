@@ -40,8 +40,8 @@ layout!(NVFP4_NamedTensor, 32, name: 0, name_length: 8, dtype: 16, rank: 20, siz
 layout!(NVFP4_SchemaResult, 56, struct_size: 0, format: 4, tensors: 8, weights: 16, problems: 24, out_features: 32, in_features: 40,
     block: 48);
 layout!(NVFP4_CallOptions, 40, struct_size: 0, reserved: 4, cancel: 8, cancel_flag: 16, progress: 24, user: 32);
-layout!(NVFP4_LoadOptions, 72, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
-    kv_bytes: 32, prefix_cache: 40, deterministic: 44, prefix_bytes: 48, pool: 56, mlock: 64, packed: 68);
+layout!(NVFP4_LoadOptions, 80, struct_size: 0, device_type: 4, device_index: 8, threads: 12, activations: 16, sampling_only: 20, call: 24,
+    kv_bytes: 32, prefix_cache: 40, deterministic: 44, prefix_bytes: 48, pool: 56, mlock: 64, packed: 68, tuning: 72, prompt_tokens: 76);
 layout!(NVFP4_PlanOptions, 32, struct_size: 0, kv_type: 4, sequences: 8, context: 16, budget_bytes: 24);
 layout!(NVFP4_Plan, 168, struct_size: 0, device_type: 4, device_index: 8, reserved: 12, context: 16, weight_bytes: 24,
     weight_host_bytes: 32, peak_load_bytes: 40, peak_load_host_bytes: 48, step_workspace_bytes: 56, workspace_bytes: 64,

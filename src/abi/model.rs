@@ -31,7 +31,7 @@ use crate::engine::Served;
 use crate::engine::capacity::{self, Plan, PlanOptions};
 use crate::format::nvfp4::QuantizeOptions;
 use crate::model::placement::{self, Requirements};
-use crate::model::{Activations, Device, KvType, LoadOptions, PackedUse, open};
+use crate::model::{Activations, Device, KvType, LoadOptions, PackedUse, Tuning, open};
 use crate::text::{Message, SpecialToken, TokenRole};
 
 /// A loaded model. See the model chapter.
@@ -80,6 +80,20 @@ fn packed(value: i32) -> Result<PackedUse> {
         (NVFP4_PACKED_REQUIRED, "required", PackedUse::Required),
     ];
     choice("packed", value, &uses)
+}
+
+/// Prompts end soon: while other sessions generate, a prompt holds them up for 20 ms at a time, or for the time of three steps if that is longer.
+pub const NVFP4_TUNING_THROUGHPUT: i32 = 0;
+/// Prompts hold up other sessions as little as possible: on the CPU a pass with a part of one takes less than two steps, and on a GPU it is a pass of
+/// 128 rows, steps and part together. A long prompt takes two to five times as long as alone.
+pub const NVFP4_TUNING_LATENCY: i32 = 1;
+
+fn tuning(value: i32) -> Result<Tuning> {
+    let tunings = [
+        (NVFP4_TUNING_THROUGHPUT, "throughput", Tuning::Throughput),
+        (NVFP4_TUNING_LATENCY, "latency", Tuning::Latency),
+    ];
+    choice("tuning", value, &tunings)
 }
 
 /// How to load a model. Fill with NVFP4_load_options_init(), then change what is to differ.
@@ -131,6 +145,11 @@ pub struct NVFP4_LoadOptions {
     /// One of NVFP4_PACKED_*: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which processes
     /// share. Default: #NVFP4_PACKED_AUTO.
     pub packed: i32,
+    /// One of NVFP4_TUNING_*: the goal of passes with prompts while other sessions generate. Default: #NVFP4_TUNING_THROUGHPUT.
+    pub tuning: i32,
+    /// Most tokens of prompts in such a pass, at least up to the next multiple of 16 of the session's positions; or 0 for as many as `tuning`
+    /// allows by the times of passes, which are measured while the model runs. Default: 0.
+    pub prompt_tokens: u32,
 }
 
 // SAFETY: integers and pointers without padding, the first a u32 size.
@@ -153,6 +172,8 @@ unsafe impl Growing for NVFP4_LoadOptions {
             pool: std::ptr::null(),
             mlock: 0,
             packed: NVFP4_PACKED_AUTO,
+            tuning: NVFP4_TUNING_THROUGHPUT,
+            prompt_tokens: 0,
         }
     }
 }
@@ -444,6 +465,8 @@ pub(super) struct Wanted {
     deterministic: bool,
     mlock: bool,
     packed: PackedUse,
+    tuning: Tuning,
+    prompt_tokens: Option<usize>,
     quantize: Option<QuantizeOptions>,
 }
 
@@ -465,6 +488,8 @@ impl Wanted {
             deterministic: flag("deterministic", options.deterministic)?,
             mlock: flag("mlock", options.mlock)?,
             packed: packed(options.packed)?,
+            tuning: tuning(options.tuning)?,
+            prompt_tokens: (options.prompt_tokens > 0).then_some(options.prompt_tokens as usize),
             quantize,
         })
     }
@@ -490,6 +515,8 @@ impl Wanted {
                 sampling_only: self.sampling_only,
                 mlock: self.mlock,
                 packed: self.packed,
+                tuning: self.tuning,
+                prompt_tokens: self.prompt_tokens,
             })
         };
         if self.device_type != NVFP4_DEVICE_AUTO {

@@ -10,7 +10,7 @@ use NVFP4::base::{Error, Result};
 use NVFP4::engine::{LoadedAdapter, Served};
 use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
 use NVFP4::model::placement::{self, Placement, Requirements};
-use NVFP4::model::{Activations, Device, KvType, LoadOptions, PackedUse, open};
+use NVFP4::model::{Activations, Device, KvType, LoadOptions, PackedUse, Tuning, open};
 use clap::ValueEnum;
 
 use super::recipe::RecipeName;
@@ -123,6 +123,17 @@ pub(super) struct ModelArgs {
     /// Use of the file of packed weights that `quantize --packed` writes, which processes on the CPU share
     #[arg(long, value_enum, default_value_t = PackedName::Auto)]
     packed: PackedName,
+    /// Goal of passes with prompts while other conversations generate
+    #[arg(long, value_enum, default_value_t = TuningName::Throughput)]
+    tuning: TuningName,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum TuningName {
+    /// Prompts end soon
+    Throughput,
+    /// Prompts hold up the others as little as possible
+    Latency,
 }
 
 /// Use of packed weights.
@@ -244,6 +255,11 @@ impl ModelArgs {
                 PackedName::Off => PackedUse::Off,
                 PackedName::Required => PackedUse::Required,
             },
+            tuning: match self.tuning {
+                TuningName::Throughput => Tuning::Throughput,
+                TuningName::Latency => Tuning::Latency,
+            },
+            prompt_tokens: None,
         };
         let model = output::with_byte_bar("loading", || Served::load(path, &options))?;
         // A GPU does not have all types for all models: another device may be chosen now.

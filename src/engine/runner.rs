@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::leased::Leased;
 use super::pass::{NewTokens, Request, Tally, pass};
 use super::schedule::{Turn, Waiting, plan};
-use super::times::PassTimes;
+use super::times::{PassTimes, PromptShare};
 use crate::base::error::{Error, err};
 use crate::base::lease::Held;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,12 +27,18 @@ const FORGETS: u64 = 8;
 /// A GPU takes multiples of this share of its longest pass of a prompt: fewer rows take about as long, because each reads all keys before it,
 /// and the first pass of another number of rows takes longer.
 const GPU_SHARE: usize = 8;
+/// Where prompts have a small share, a GPU runs passes of multiples of so many rows, steps and prompts together. Up to so many multiply 4-bit
+/// weights as they are; more have them decoded first, which takes as long as two steps.
+const GPU_ROWS: usize = 128;
+/// Fewest tokens of prompts in such a pass.
+const GPU_LEAST: usize = 32;
 /// Interval at which a waiting caller looks whether it is cancelled, and reports its progress.
 const PATIENCE: Duration = Duration::from_millis(10);
 
 /// The requests of a model, and who leads.
 #[derive(Debug, Default)]
 pub(super) struct Runner {
+    share: PromptShare,
     state: Mutex<State>,
     /// The leader need not wait any longer.
     complete: Condvar,
@@ -232,18 +238,20 @@ impl State {
         self.posted.iter().any(own)
     }
 
-    /// Expects the sequences that generate, that are not here, and that were not late.
-    fn expect(&mut self) {
-        let passes = self.counts.passes;
-        let is_due = |(id, g): (&u64, &Generator)| {
-            let is_due = g.from <= passes && !g.made_way;
-            is_due.then_some(*id)
-        };
+    /// Sequences that generate, do not wait for memory, and are in no request.
+    fn away(&self) -> impl Iterator<Item = (u64, Generator)> {
         // SAFETY: no leader uses the requests meanwhile.
         let posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
         let here: BTreeSet<u64> = posted.flat_map(Request::sequences).collect();
-        let expected = self.generating.iter().filter_map(is_due);
-        self.expected = expected.filter(|id| !here.contains(id)).collect();
+        let generating = self.generating.iter().map(|(id, g)| (*id, *g));
+        generating.filter(move |(id, g)| !g.made_way && !here.contains(id))
+    }
+
+    /// Expects the sequences that generate, that are not here, and that were not late.
+    fn expect(&mut self) {
+        let passes = self.counts.passes;
+        let due = self.away().filter(|(_, g)| g.from <= passes);
+        self.expected = due.map(|(id, _)| id).collect();
     }
 
     /// Notes that a sequence need not be waited for. Returns whether none is left.
@@ -343,30 +351,41 @@ impl State {
     }
 
     /// The turn of the next pass. On a GPU prompts and steps take turns: steps are then recorded, and their callers come back while a prompt
-    /// runs. The CPU reads its weights once for both.
-    fn turn(&self, waiting: &[Waiting], model: &Model) -> Turn {
-        Turn::next(waiting, model.device().is_cuda(), self.ran_prompts)
+    /// runs. The CPU reads its weights once for both, as a GPU does for few tokens of prompts.
+    fn turn(&self, waiting: &[Waiting], share: PromptShare, model: &Model) -> Turn {
+        let apart = model.device().is_cuda() && !share.is_small;
+        Turn::next(waiting, apart, self.ran_prompts)
     }
 
     /// The tokens of a pass that each request takes, as far as it is in it.
-    fn plan(&self, model: &Model) -> Planned {
+    fn plan(&self, share: PromptShare, model: &Model) -> Planned {
         let waiting = self.waiting();
-        let turn = self.turn(&waiting, model);
+        let turn = self.turn(&waiting, share, model);
         let has_prompts = waiting.iter().any(Waiting::is_prompt);
         let has_steps = !waiting.iter().all(Waiting::is_prompt);
-        let most = model.pass_rows();
-        let least = match model.device().is_cuda() {
-            true => most / GPU_SHARE,
+        let steps = waiting.iter().filter(|waiting| !waiting.is_prompt());
+        let rows = match turn {
+            Turn::Both => steps.map(|waiting| waiting.left).sum(),
+            Turn::Prompts | Turn::Steps => 0,
+        };
+        let most = model.pass_rows().saturating_sub(rows).max(1);
+        let is_gpu = model.device().is_cuda();
+        let least = match is_gpu {
+            true => model.pass_rows() / GPU_SHARE,
             false => 1,
         };
         // Sequences that generate and are not here yet wait for the end of the pass too.
-        let others = self.generating.len() > self.posted.len();
-        let budget = match others || has_steps {
-            true => {
-                let budget = self.times.budget(least..=most) + least / 2;
+        let others = self.away().next().is_some();
+        let budget = match (others || has_steps, share.most) {
+            (false, _) => most,
+            (true, Some(wanted)) => wanted.min(most),
+            (true, None) if is_gpu && share.is_small => {
+                ((rows + GPU_LEAST).next_multiple_of(GPU_ROWS) - rows).min(most)
+            }
+            (true, None) => {
+                let budget = self.times.budget(least..=most, share) + least / 2;
                 (budget / least * least).clamp(least, most)
             }
-            false => most,
         };
         let counts = plan(&waiting, turn, budget).into_iter().zip(&waiting);
         let counts =
@@ -391,6 +410,14 @@ struct Planned {
 }
 
 impl Runner {
+    /// A runner in whose passes prompts have this share while sequences generate.
+    pub(super) fn new(share: PromptShare) -> Runner {
+        Runner {
+            share,
+            ..Runner::default()
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let generation = fork::generation();
@@ -598,7 +625,7 @@ impl Runner {
                 return;
             }
             state.adopt();
-            let planned = state.plan(model);
+            let planned = state.plan(self.share, model);
             let mut taken: Vec<(Lent, usize)> = Vec::new();
             let mut is_own = true;
             let mut look_ahead = planned.looks_ahead;
@@ -662,15 +689,18 @@ impl Runner {
         }
     }
 
-    /// Waits for a moment for sequences that generate.
+    /// Waits for a moment for sequences that generate. A device that ran ahead runs the step of all of them meanwhile, and without one of them in
+    /// vain, so the moment begins when that step has ended.
     fn gather(&self, model: &Model) -> MutexGuard<'_, State> {
         let mut state = self.state();
-        if state.turn(&state.waiting(), model) == Turn::Prompts {
+        if state.turn(&state.waiting(), self.share, model) == Turn::Prompts {
             return state;
         }
         state.expect();
         let step = state.times.step().unwrap_or(LONGEST_WAIT);
-        let until = Instant::now() + (step / 2).min(LONGEST_WAIT);
+        let now = Instant::now();
+        let from = state.ahead_since.map_or(now, |since| now.max(since + step));
+        let until = from + (step / 2).min(LONGEST_WAIT);
         while !state.expected.is_empty() {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {

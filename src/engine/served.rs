@@ -19,6 +19,7 @@ use super::runner::{Generating, PassCounts, Runner, Work};
 use super::same_tokens::Alike;
 use super::saved::{self, PrefixCounts, RestoredPrefixes};
 use super::sequence::Sequence;
+use super::times::PromptShare;
 use crate::base::Result;
 use crate::base::call;
 use crate::base::error::{Error, bail};
@@ -29,7 +30,7 @@ use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
 use crate::model::{
     Device, EmbeddingSettings, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec,
-    Trained, open, open_given, text,
+    Trained, Tuning, open, open_given, text,
 };
 use crate::text::{
     AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, SpecialToken, TextFiles,
@@ -196,7 +197,7 @@ impl Served {
         let chat = ChatText::of_model(text.template, text.tokenizer.as_deref());
         Ok(Arc::new(Served {
             blocks: Blocks::new(&model, options),
-            runner: Runner::default(),
+            runner: Runner::new(options.map_or_else(PromptShare::default, prompt_share)),
             roles: roles(model.spec(), text.roles),
             embedding: EmbeddingSettings::read(&metadata.embedding, model.spec().hidden_size),
             model,
@@ -533,6 +534,14 @@ impl Served {
     /// template writes after an answer, and those that are known by their names to end turns.
     pub fn stop_tokens(&self) -> &[u32] {
         &self.stop_tokens
+    }
+}
+
+/// The share of prompts in passes, as a model's options want it.
+fn prompt_share(options: &LoadOptions) -> PromptShare {
+    PromptShare {
+        is_small: options.tuning == Tuning::Latency,
+        most: options.prompt_tokens,
     }
 }
 

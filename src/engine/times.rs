@@ -8,8 +8,19 @@ const NEW: f64 = 0.25;
 /// Tokens of prompts prolong a pass by this, or by [`STEPS`] steps, whichever is longer.
 const LONGEST: Duration = Duration::from_millis(20);
 const STEPS: f64 = 3.0;
+/// Where prompts have a small share, they prolong a pass by so many steps, which makes less than two in all.
+const LATENCY_STEPS: f64 = 0.9;
 /// Tokens of prompts that are measured; fewer take as long as a step.
 const MEASURED: usize = 32;
+
+/// The share that prompts have in passes while sequences generate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct PromptShare {
+    /// Whether prompts hold up steps as little as possible, rather than end soon.
+    pub(super) is_small: bool,
+    /// Most tokens of prompts in a pass, whatever the times are.
+    pub(super) most: Option<usize>,
+}
 
 /// Running means of the times of passes.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,12 +53,15 @@ impl PassTimes {
     }
 
     /// Tokens of prompts that run in a pass beside steps, within these limits.
-    pub(super) fn budget(&self, limits: RangeInclusive<usize>) -> usize {
+    pub(super) fn budget(&self, limits: RangeInclusive<usize>, share: PromptShare) -> usize {
         let (least, most) = limits.into_inner();
-        let Some(token) = self.token else {
+        let (Some(token), step) = (self.token, self.step.unwrap_or(0.0)) else {
             return MEASURED.clamp(least, most);
         };
-        let longest = LONGEST.as_secs_f64().max(STEPS * self.step.unwrap_or(0.0));
+        let longest = match share.is_small {
+            true => LATENCY_STEPS * step,
+            false => LONGEST.as_secs_f64().max(STEPS * step),
+        };
         ((longest / token.max(1e-9)) as usize).clamp(least, most)
     }
 }
@@ -59,21 +73,30 @@ mod tests {
     #[test]
     fn budgets_follow_the_times_of_passes() {
         let mut times = PassTimes::default();
-        assert_eq!(times.budget(1..=4096), MEASURED);
+        let large = PromptShare::default();
+        assert_eq!(times.budget(1..=4096, large), MEASURED);
         let after = |seconds| Duration::from_secs_f64(seconds);
         // A GPU: 20 us a token, of which 20 ms hold 1,000.
         (0..50).for_each(|_| times.record(2000, true, false, after(0.04)));
-        let about = |times: &PassTimes, count: usize| times.budget(1..=4096).abs_diff(count) <= 1;
-        assert!(about(&times, 1000), "{}", times.budget(1..=4096));
-        assert_eq!(times.budget(1..=512), 512);
-        assert_eq!(times.budget(2048..=4096), 2048);
+        let about =
+            |times: &PassTimes, count: usize| times.budget(1..=4096, large).abs_diff(count) <= 1;
+        assert!(about(&times, 1000), "{}", times.budget(1..=4096, large));
+        assert_eq!(times.budget(1..=512, large), 512);
+        assert_eq!(times.budget(2048..=4096, large), 2048);
         // Few tokens say nothing of the time of one.
         times.record(8, true, false, after(1.0));
-        assert!(about(&times, 1000), "{}", times.budget(1..=4096));
+        assert!(about(&times, 1000), "{}", times.budget(1..=4096, large));
         // A processor: steps of 50 ms, three of which hold 75 tokens of 2 ms. A prompt beside steps is what is beyond a step.
         (0..50).for_each(|_| times.record(4, false, true, after(0.05)));
         assert_eq!(times.step(), Some(after(0.05)));
         (0..50).for_each(|_| times.record(100, true, true, after(0.25)));
-        assert!(about(&times, 75), "{}", times.budget(1..=4096));
+        assert!(about(&times, 75), "{}", times.budget(1..=4096, large));
+        // A small share prolongs a step of 50 ms by 45.
+        let small = PromptShare {
+            is_small: true,
+            most: None,
+        };
+        assert!(times.budget(1..=4096, small).abs_diff(22) <= 1);
+        assert_eq!(times.budget(64..=4096, small), 64);
     }
 }

@@ -63,7 +63,7 @@ pub use drafter::{DrafterRows, Drafting};
 pub use embedding::{EmbeddingSettings, Pooling};
 pub use families::{open, open_bytes, open_given};
 pub use mapped::verify_packed;
-pub use options::{LoadOptions, PackedUse};
+pub use options::{LoadOptions, PackedUse, Tuning};
 pub use pack::{PackReport, pack};
 pub use rope::{LongRope, RopeSet};
 pub use run::Scratch;

@@ -16,6 +16,16 @@ pub enum PackedUse {
     Required,
 }
 
+/// The goal of passes with prompts while other sequences generate.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Tuning {
+    /// Prompts end soon: they hold up steps for 20 ms at a time, or for the time of three.
+    #[default]
+    Throughput,
+    /// Prompts hold up steps as little as possible: on the CPU for less than the time of one, on a GPU for that of a pass of 128 rows.
+    Latency,
+}
+
 /// Options of loading a model.
 #[derive(Clone)]
 pub struct LoadOptions {
@@ -39,6 +49,11 @@ pub struct LoadOptions {
     /// Whether the logits of a sequence have the same bits whatever else runs beside it and however its prompt is divided. Always so on the
     /// CPU; on a GPU this costs speed.
     pub deterministic: bool,
+    /// The goal of passes with prompts.
+    pub tuning: Tuning,
+    /// Most tokens of prompts in a pass while other sequences generate; `None` for as many as measured times and `tuning` allow. A pass has at
+    /// least those up to the next border of 16 positions.
+    pub prompt_tokens: Option<usize>,
     /// Skips the layers: loads only tokenizer, embedding, final norm and head.
     pub sampling_only: bool,
     /// Locks the weights in host memory, so that the system never pages them out. Tables that stay in their file are not locked. On a GPU,
@@ -60,6 +75,8 @@ impl LoadOptions {
             prefix_cache: true,
             prefix_bytes: 0,
             deterministic: false,
+            tuning: Tuning::Throughput,
+            prompt_tokens: None,
             sampling_only: false,
             mlock: false,
             packed: PackedUse::Auto,

@@ -401,6 +401,11 @@ static void prefixes(const char *path, const char *scratch)
     options.prefix_cache = 1, options.deterministic = 2;
     FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), &options, NULL, &other));
     SAYS("deterministic");
+    CHECK(options.tuning == NVFP4_TUNING_THROUGHPUT && options.prompt_tokens == 0);
+    options.deterministic = 0, options.tuning = 2;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_load(path, strlen(path), &options, NULL, &other));
+    SAYS("tuning");
+    options.tuning = NVFP4_TUNING_LATENCY, options.prompt_tokens = 64;
     /* It changes nothing on the CPU. */
     options.deterministic = 1;
     /* Blocks that outlive their sessions, blocks that are shared only while these live, and none shared. */

@@ -9,7 +9,7 @@ use std::time::Duration;
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{Error, ErrorKind};
 use NVFP4::engine::Served;
-use NVFP4::model::LoadOptions;
+use NVFP4::model::{LoadOptions, Tuning};
 use NVFP4::session::{Finish, GenerateOptions, Piece, SamplingOptions, Session};
 
 use super::{drawn, filled, go, session, with};
@@ -117,22 +117,25 @@ fn a_callback_that_blocks_leaves_the_others_their_tokens() {
     });
 }
 
-/// While a long prompt runs, those that generate get tokens, and the prompt is what it is alone.
-#[test]
-fn a_prompt_that_joins_lets_others_generate() {
+/// Runs a prompt of `length` tokens, at most the context, while another session generates. Returns its length, the tokens of the other
+/// meanwhile, and the passes. The prompt is what it is alone.
+fn joins(options: &LoadOptions, length: usize) -> (usize, usize, u64) {
     let dir = windows::lengthened("qwen35_tied");
-    let model = Served::load(&dir.0, &options()).unwrap();
+    let model = Served::load(&dir.0, options).unwrap();
     let room = model.spec().max_positions;
-    let prompt = some_tokens(&model, room);
+    let prompt = some_tokens(&model, room.min(length));
     let mut alone = with(&model, |options| options.private = true);
     alone.prefill(&prompt).unwrap();
     let tokens = AtomicUsize::new(0);
     let (begin, begun) = mpsc::channel();
     let stop = Cancel::new();
-    let during = thread::scope(|scope| {
+    thread::scope(|scope| {
         scope.spawn(|| {
             let mut session = filled(&model, 5);
-            let endless = drawn(room - 10);
+            let endless = GenerateOptions {
+                ignore_model_stops: true,
+                ..drawn(room - 10)
+            };
             while !stop.is_set() {
                 session.truncate(5).unwrap();
                 let on_piece = &mut |_: Piece<'_>| {
@@ -148,16 +151,44 @@ fn a_prompt_that_joins_lets_others_generate() {
             }
         });
         begun.recv().unwrap();
-        let before = tokens.load(Ordering::Relaxed);
+        let now = || (tokens.load(Ordering::Relaxed), model.statistics().passes);
+        let before = now();
         let mut session = session(&model);
         session.prefill(&prompt).unwrap();
-        let during = tokens.load(Ordering::Relaxed) - before;
+        let after = now();
         stop.cancel();
         assert_eq!(session.logits().unwrap(), alone.logits().unwrap());
-        during
-    });
-    println!("{during} tokens while a prompt of {room} ran");
-    assert!(during >= 3, "{during} tokens while a prompt of {room} ran");
+        (prompt.len(), after.0 - before.0, after.1 - before.1)
+    })
+}
+
+/// While a long prompt runs, those that generate get tokens.
+#[test]
+fn a_prompt_that_joins_lets_others_generate() {
+    let (length, during, _) = joins(&options(), usize::MAX);
+    println!("{during} tokens while a prompt of {length} ran");
+    assert!(
+        during >= 3,
+        "{during} tokens while a prompt of {length} ran"
+    );
+}
+
+/// While others generate, a prompt runs in parts of no more tokens than the options allow, whatever passes are tuned for.
+#[test]
+fn prompts_that_join_run_in_parts() {
+    for tuning in [Tuning::Throughput, Tuning::Latency] {
+        let options = LoadOptions {
+            tuning,
+            prompt_tokens: Some(32),
+            ..options()
+        };
+        let (length, _, passes) = joins(&options, 512);
+        let parts = length as u64 / 32;
+        assert!(
+            passes >= parts,
+            "{passes} passes of a prompt in {parts} parts"
+        );
+    }
 }
 
 /// A full context and a cancelled call end the requests that they concern.

@@ -299,6 +299,21 @@ namespace LibNVFP4
         Required = 2,
     }
 
+    /// <summary>Goal of passes with prompts.</summary>
+    public enum Tuning
+    {
+        /// <summary>
+        /// Prompts end soon: while other sessions generate, a prompt holds them up for 20 ms at a time, or for the time of three steps if
+        /// that is longer.
+        /// </summary>
+        Throughput = 0,
+        /// <summary>
+        /// Prompts hold up other sessions as little as possible: on the CPU a pass with a part of one takes less than two steps, and on a
+        /// GPU it is a pass of 128 rows, steps and part together. A long prompt takes two to five times as long as alone.
+        /// </summary>
+        Latency = 1,
+    }
+
     /// <summary>Precision of cached keys and values.</summary>
     public enum KvType
     {

@@ -230,6 +230,11 @@ namespace LibNVFP4
         // One of NVFP4_PACKED_*: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which
         // processes share. Default: #NVFP4_PACKED_AUTO.
         internal int Packed;
+        // One of NVFP4_TUNING_*: the goal of passes with prompts while other sessions generate. Default: #NVFP4_TUNING_THROUGHPUT.
+        internal int Tuning;
+        // Most tokens of prompts in such a pass, at least up to the next multiple of 16 of the session's positions; or 0 for as many as
+        // `tuning` allows by the times of passes, which are measured while the model runs. Default: 0.
+        internal uint PromptTokens;
     }
 
     // Options of NVFP4_model_plan(). Fill with NVFP4_plan_options_init(), then change what is to differ.

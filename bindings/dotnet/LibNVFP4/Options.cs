@@ -185,6 +185,12 @@ namespace LibNVFP4
         /// <summary>Whether weights on the CPU are mapped from the file of packed weights that <c>nvfp4 quantize --packed</c> writes, which processes share. Default: if it is there.</summary>
         public PackedUse Packed { get => (PackedUse)Raw.Packed; set => Raw.Packed = (int)value; }
 
+        /// <summary>The goal of passes with prompts while other sessions generate. Default: throughput.</summary>
+        public Tuning Tuning { get => (Tuning)Raw.Tuning; set => Raw.Tuning = (int)value; }
+
+        /// <summary>The most tokens of prompts in such a pass, or 0 for as many as <see cref="Tuning"/> allows by measured times. Default: 0.</summary>
+        public int PromptTokens { get => (int)Raw.PromptTokens; set => Raw.PromptTokens = checked((uint)value); }
+
         Pool pool;
     }
 

@@ -276,6 +276,15 @@ CHOICES: Dict[str, Dict[str, int]] = {
         # That file, or an error.
         "required": 2,
     },
+    # Goal of passes with prompts.
+    "tuning": {
+        # Prompts end soon: while other sessions generate, a prompt holds them up for 20 ms at a time, or for the time of three steps if
+        # that is longer.
+        "throughput": 0,
+        # Prompts hold up other sessions as little as possible: on the CPU a pass with a part of one takes less than two steps, and on a GPU
+        # it is a pass of 128 rows, steps and part together. A long prompt takes two to five times as long as alone.
+        "latency": 1,
+    },
     # Precision of cached keys and values.
     "kv": {
         # Cached keys and values in IEEE half precision.
@@ -507,7 +516,7 @@ CHOICES: Dict[str, Dict[str, int]] = {
 CHOSEN: Dict[str, Dict[str, str]] = {
     "QuantizeOptions": {"levels": "levels", "recipe": "recipe", "rounding": "rounding", "nonfinite": "nonfinite", "scale_layout": "scales"},
     "WeightOptions": {"compute_path": "compute_path", "scale_layout": "scales", "dense_dtype": "dtype"},
-    "LoadOptions": {"activations": "activations", "packed": "packed"},
+    "LoadOptions": {"activations": "activations", "packed": "packed", "tuning": "tuning"},
     "PlanOptions": {"kv_type": "kv"},
     "CalibrateOptions": {},
     "ConvertOptions": {"container": "container", "tables": "tables"},
@@ -702,6 +711,9 @@ class LoadOptions(Structure):
       paged out. Default: 0.
     - `packed`: One of NVFP4_PACKED_*: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which
       processes share. Default: #NVFP4_PACKED_AUTO.
+    - `tuning`: One of NVFP4_TUNING_*: the goal of passes with prompts while other sessions generate. Default: #NVFP4_TUNING_THROUGHPUT.
+    - `prompt_tokens`: Most tokens of prompts in such a pass, at least up to the next multiple of 16 of the session's positions; or 0 for as
+      many as `tuning` allows by the times of passes, which are measured while the model runs. Default: 0.
     """
 
     _fields_ = [
@@ -719,6 +731,8 @@ class LoadOptions(Structure):
         ("pool", c_void_p),
         ("mlock", c_int32),
         ("packed", c_int32),
+        ("tuning", c_int32),
+        ("prompt_tokens", c_uint32),
     ]
 
 

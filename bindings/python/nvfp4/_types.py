@@ -6,7 +6,7 @@ __all__ = [
     "Activations", "Clip", "ComputePath", "Container", "DataFormat", "Dtype", "EmptyThink", "Eviction", "Finish", "FirstMoments",
     "Format", "GrammarKind", "KvType", "Levels", "LogLevel", "LongRows", "Nonfinite", "Normalize", "Outcome", "PackedUse", "Part",
     "Pooling", "Recipe", "Rounding", "ScaleLayout", "Schedule", "SecondMoments", "Tables", "TeacherMemory", "TokenRole", "ToolCalls",
-    "WeightForm",
+    "Tuning", "WeightForm",
 ]
 
 # Severity of log messages.
@@ -37,6 +37,8 @@ TokenRole = Literal["begins_text", "ends_text", "added", "ends_generation", "pad
                     "begins_reasoning", "ends_reasoning", "begins_tool_call", "ends_tool_call", "begins_turn", "ends_turn"]
 # Use of the file of packed weights beside a model's own.
 PackedUse = Literal["auto", "off", "required"]
+# Goal of passes with prompts.
+Tuning = Literal["throughput", "latency"]
 # Precision of cached keys and values.
 KvType = Literal["float16", "float32", "float8"]
 # Treatment of tokens that do not fit in a session.
@@ -138,6 +140,11 @@ class LoadOptions(TypedDict, total=False):
     # One of PackedUse: whether weights on the CPU are mapped from the file of packed weights beside the model's own, which processes share.
     # Default: "auto".
     packed: PackedUse
+    # One of Tuning: the goal of passes with prompts while other sessions generate. Default: "throughput".
+    tuning: Tuning
+    # Most tokens of prompts in such a pass, at least up to the next multiple of 16 of the session's positions; or 0 for as many as `tuning`
+    # allows by the times of passes, which are measured while the model runs. Default: 0.
+    prompt_tokens: int
 
 
 class PlanOptions(TypedDict, total=False):

@@ -253,7 +253,8 @@ class Model(Handle):
     deterministic (on a GPU too, the logits of a session have the same bits whatever runs beside it; False, because it costs speed),
     pool (a Pool of the program's own threads), mlock (locks the weights in host memory, as far as `ulimit -l` allows; False),
     packed (whether weights on the CPU are mapped from the file of `nvfp4 quantize --packed`, which processes share: auto, the default, if it is
-    there; off; required).
+    there; off; required), tuning (the goal of passes with prompts while other sessions generate: throughput, the default, ends prompts soon;
+    latency holds up the others as little as possible), prompt_tokens (most tokens of prompts in such a pass; 0, by measured times).
     `quantize` is True, or the options of quantize(), to make dense weights NVFP4; `progress` takes bytes done
     and in all, and cancels if it returns False; `cancel` is a Cancel.
     """

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::leased::Leased;
 use super::pass::{NewTokens, Sequence};
 use super::runner::Runner;
+use super::times::PromptShare;
 use crate::base::call::{Cancel, Watch};
 use crate::base::lease::Lease;
 use crate::base::sync::{self, Instant};
@@ -31,6 +32,20 @@ impl Served {
             lease: None,
             leased: None,
             runner: Runner::default(),
+        })
+    }
+
+    /// On a GPU whose prompts have a small share in passes.
+    fn with_small_share(pass_rows: usize) -> Arc<Served> {
+        let share = PromptShare {
+            is_small: true,
+            most: None,
+        };
+        Arc::new(Served {
+            model: Model::new(true, pass_rows, None),
+            lease: None,
+            leased: None,
+            runner: Runner::new(share),
         })
     }
 
@@ -110,8 +125,7 @@ fn generate(served: &Arc<Served>, id: u64, steps: usize) -> impl FnOnce() + use<
     }
 }
 
-fn generators_wait_for_each_other(is_cuda: bool) {
-    let served = Served::new(is_cuda, 64);
+fn generators_wait_for_each_other(served: Arc<Served>) {
     let prompt = {
         let served = served.clone();
         move || served.runs(&mut sequence(3), 100)
@@ -124,12 +138,17 @@ fn generators_wait_for_each_other(is_cuda: bool) {
 
 /// A leader waits for sequences that generate until they come or end.
 pub fn generators_share_steps() {
-    generators_wait_for_each_other(false);
+    generators_wait_for_each_other(Served::new(false, 64));
 }
 
 /// Where prompts and steps take turns, too.
 pub fn generators_take_turns_with_prompts() {
-    generators_wait_for_each_other(true);
+    generators_wait_for_each_other(Served::new(true, 64));
+}
+
+/// Where a device runs ahead and prompts run beside steps, too.
+pub fn generators_run_beside_small_parts() {
+    generators_wait_for_each_other(Served::with_small_share(64));
 }
 
 /// A cancelled caller ends, whether it waits or leads, and the others go on.
