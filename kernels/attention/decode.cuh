@@ -13,8 +13,8 @@
 //
 // The number of splits is that of the grid. In FIXED kernels it follows from the positions that a row sees (attention/splits.cuh), so that a
 // row's bits depend on no other row, and sums go over the positions in order, as attention/prefill.cuh has them for many rows: the warps
-// agree on the largest scores of a page and exchange its probabilities, of which each multiplies all with some of the values' elements. The new
-// token takes its place in the ring. The rounding of each sum is written out in both.
+// agree on the largest scores of a page, exchange its probabilities, and multiply all of them with some elements of the values each. Weights are
+// added up by a product with ones. The new token takes its place in the ring. The rounding of each sum is written out in both.
 //
 // Codes in 8 bits are widened to f16, which is exact. The scales of keys apply to scores, and those of values to probabilities. A word of
 // load_matrices() has four neighbouring codes of a row, of which the matrix instruction takes the first two in the place of neighbours 2t
@@ -169,8 +169,8 @@ struct __align__(128) NewToken {
     int last;       // whether the block is the last of its sequence to finish
 };
 
-// What the warps of a FIXED kernel tell each other of a page: the largest scores of 16 positions, and the probabilities of all as the B of
-// products, in 8 bits with the scales of values and without.
+// The scores of a page that the warps of a FIXED kernel exchange, each of 16 positions: the largest, and the probabilities as B of the product
+// with the values. In 8 bits the scales of values are in the second of two forms.
 template <typename E>
 struct PageExchange {
     float largest[PAGE_WARPS][HEADS];

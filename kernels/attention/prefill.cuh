@@ -10,7 +10,8 @@
 //
 // FIXED kernels give each row the bits that a FIXED kernel of attention/decode.cuh gives it as a single token: they add up splits of
 // attention/splits.cuh one after the other, and the rounding of each sum is written out in both. Beside the sums of a split they hold those of
-// all splits, so that queries stay in shared memory, and more warps have the same rows of wide heads.
+// all splits, so that queries stay in shared memory, and more warps have the same rows of wide heads. Two blocks of four warps, each with pages of
+// its own, are faster than one of eight where both fit a multiprocessor: they do not wait for each other.
 //
 // Codes in 8 bits are widened as in decode attention: see attention/decode.cuh.
 #pragma once
@@ -19,7 +20,7 @@
 #include "common/ptx.cuh"
 #include "format/f8.cuh"
 
-constexpr int WARPS = 8;
+constexpr int MOST_WARPS = 8;
 // Whether a page of such heads is too large for the shared memory of some architectures, and its values for the registers of a warp.
 template <int D>
 constexpr bool IS_WIDEST = D > 256;
@@ -27,7 +28,7 @@ constexpr bool IS_WIDEST = D > 256;
 template <int D, bool FIXED = false>
 constexpr int SHARERS = FIXED ? ceil_div(D, 128) : IS_WIDEST<D> ? 2 : 1;
 // Rows of a block.
-template <int D, bool FIXED = false>
+template <int D, bool FIXED = false, int WARPS = MOST_WARPS>
 constexpr int ROWS = WARPS / SHARERS<D, FIXED> * 16;
 
 struct Arguments {
@@ -87,13 +88,13 @@ struct RowSums {
 };
 
 // E: an element of the cache.
-template <int D, typename E = u16, bool FIXED = false>
+template <int D, typename E = u16, bool FIXED = false, int WARPS = MOST_WARPS>
 __device__ __forceinline__ void run(const Arguments& a) {
     // A page is taken in parts of so many positions.
     constexpr int PIECE = 16 / sizeof(E), K_STEPS = STEPS<E>;
     constexpr int POSITIONS = IS_WIDEST<D> ? PAGE / 2 : PAGE, KEY_PIECES = D / PIECE, VALUE_PIECES = POSITIONS / PIECE;
     constexpr int TILE_BYTES = POSITIONS * D * sizeof(E), TILE_PIECES = TILE_BYTES / 16, SCALE_BYTES = HAS_SCALES<E> ? POSITIONS * 4 : 0;
-    constexpr int SHARE = SHARERS<D, FIXED>, BLOCK_ROWS = ROWS<D, FIXED>, OWN_TILES = D / 8 / SHARE;
+    constexpr int SHARE = SHARERS<D, FIXED>, BLOCK_ROWS = ROWS<D, FIXED, WARPS>, OWN_TILES = D / 8 / SHARE;
     // Wide heads leave shared memory for only one page, and no registers for queries.
     constexpr bool WIDE = D > 128;
     constexpr int STAGES = WIDE ? 1 : 2;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
         for (int k = 0; k < D / 16; k++) load_query(k, queries[HELD_QUERIES ? k / K_STEPS : 0][k % K_STEPS]);
     }
-    // Of 16 columns the words of a lane are those that load_query() takes.
+    // Columns of 16 are in the order in which load_query() takes them.
     u32 shared_queries = base + STAGES * 2 * (TILE_BYTES + SCALE_BYTES);
     if (SHARED_QUERIES) {
         for (int i = threadIdx.x; i < BLOCK_ROWS * (D / 8); i += WARPS * WARP) {
@@ -358,6 +359,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
 }
 
-#define KERNEL_OF(E, D, FIXED, NAME) \
-    extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) NAME(const __grid_constant__ Arguments a) { run<D, E, FIXED>(a); }
-#define KERNEL(D) KERNEL_OF(u16, D, false, attention_prefill_##D)
+#define KERNEL_OF(E, D, FIXED, WARPS, NAME)                                                                           \
+    extern "C" __global__ void __launch_bounds__(WARPS* WARP, MOST_WARPS / WARPS) NAME(const __grid_constant__ Arguments a) { \
+        run<D, E, FIXED, WARPS>(a);                                                                                   \
+    }
+#define KERNEL(D) KERNEL_OF(u16, D, false, MOST_WARPS, attention_prefill_##D)
+// With all warps, and with half of them.
+#define ROWS_WHOLE(E, D, NAME) KERNEL_OF(E, D, true, MOST_WARPS, NAME)
+#define ROWS_HALF(E, D, NAME) KERNEL_OF(E, D, true, MOST_WARPS / 2, NAME##_half)

@@ -123,8 +123,12 @@ head_kernels! { STORE_ROWS(StoreRowsArguments):
     RopeStoreGeneral, None, "rope_store_rows_" [32 64 80 96 128 192 256] "_general";
 }
 head_kernels! { ROWS(PrefillArguments):
-    AttentionRows, None, "attention_rows_" [32 64 80 96 128 192 256 512] "";
-    AttentionRowsF8, None, "attention_rows_" [32 64 128] "_f8";
+    AttentionRows, None, "attention_rows_" [80 96 128 192 256 512] "";
+    AttentionRowsF8, None, "attention_rows_" [128] "_f8";
+}
+head_kernels! { ROWS_HALF(PrefillArguments):
+    AttentionRows, None, "attention_rows_" [32 64 80 96 128] "_half";
+    AttentionRowsF8, None, "attention_rows_" [32 64 128] "_f8_half";
 }
 head_kernels! { PREFILL(PrefillArguments):
     AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
@@ -146,6 +150,7 @@ pub(super) fn arguments() -> impl Iterator<Item = (&'static str, usize)> {
         .chain(sizes(STORE_VALUES))
         .chain(sizes(STORE_ROWS))
         .chain(sizes(ROWS))
+        .chain(sizes(ROWS_HALF))
         .chain(sizes(PREFILL))
 }
 
@@ -221,14 +226,13 @@ const fn page_exchange(kv: KvType) -> usize {
     PAGE / 16 * BLOCK_HEADS * 4 + copies * probabilities
 }
 
-/// Rows that one CTA of the prefill kernel serves, for heads of `dim` elements; with fixed splits, warps have no more than 128 elements of a
-/// row.
-const fn block_rows(dim: usize, fixed: bool) -> usize {
-    match fixed {
-        true => 128 / dim.div_ceil(128),
-        false if dim > WHOLE_PAGE_DIM => 64,
-        false => 128,
-    }
+/// Warps of a CTA of a prompt; kernels with fixed splits have half of them where two CTAs fit a multiprocessor.
+const PROMPT_WARPS: usize = 8;
+
+/// Rows that one CTA of a prompt serves, for heads of `dim` elements, of which a warp has at most 256, or 128 with fixed splits.
+const fn block_rows(dim: usize, fixed: bool, warps: usize) -> usize {
+    let sharers = dim.div_ceil(if fixed { 128 } else { WHOLE_PAGE_DIM });
+    warps / sharers * 16
 }
 
 /// A variant of the decode kernel, chosen by the number of CTAs without split-KV. Pages are those of f16; of keys and values in 8 bits a ring
@@ -734,11 +738,29 @@ struct PrefillArguments {
 
 /// Shared memory of a CTA of a prompt: pages of its sequence, of which wide heads leave room for one, or half of one, and with fixed splits
 /// the queries of other heads.
-const fn prompt_shared(dim: usize, kv: KvType, fixed: bool) -> usize {
+const fn prompt_shared(dim: usize, kv: KvType, fixed: bool, warps: usize) -> usize {
     match dim > 128 {
         true => stage_bytes(dim, kv),
-        false if fixed => 2 * stage_bytes(dim, kv) + block_rows(dim, fixed) * (dim + 8) * 2,
+        false if fixed => 2 * stage_bytes(dim, kv) + block_rows(dim, true, warps) * (dim + 8) * 2,
         false => 2 * stage_bytes(dim, kv),
+    }
+}
+
+/// The kernel of rows with fixed splits, and its warps.
+fn rows_kernel(
+    gpu: &Gpu,
+    unit: Unit,
+    dim: usize,
+    kv: KvType,
+) -> Result<(HeadKernel<PrefillArguments>, usize)> {
+    /// Shared memory that the device takes for each CTA.
+    const RESERVED: usize = 1 << 10;
+    let warps = PROMPT_WARPS / 2;
+    let twice = 2 * (prompt_shared(dim, kv, true, warps) + RESERVED);
+    let whole = one(ROWS, dim, |k| k.unit == unit);
+    match one(ROWS_HALF, dim, |k| k.unit == unit) {
+        Ok(half) if whole.is_err() || twice <= gpu.shared_limit() + RESERVED => Ok((half, warps)),
+        _ => Ok((whole?, PROMPT_WARPS)),
     }
 }
 
@@ -828,7 +850,12 @@ fn prefill_by(
         cap: heads.cap_log2(),
         split_pages: SPLIT_PAGES as i32,
     };
-    let of_cta = block_rows(dim, fixed);
+    let [decode, prefill, _] = heads.units(kv);
+    let (kernel, warps) = match fixed {
+        true => rows_kernel(gpu, fixed_attention_units(decode)[1], dim, kv)?,
+        false => (one(PREFILL, dim, |k| k.unit == prefill)?, PROMPT_WARPS),
+    };
+    let of_cta = block_rows(dim, fixed, warps);
     // With fixed splits CTAs begin at multiples of their rows.
     let before = if fixed { first_position % of_cta } else { 0 };
     let grid = [
@@ -837,14 +864,8 @@ fn prefill_by(
         1,
     ];
     let launch = Launch {
-        shared: prompt_shared(dim, kv, fixed) as u32,
-        ..Launch::new(grid, 256)
-    };
-    let [decode, prefill, _] = heads.units(kv);
-    let [_, rows] = fixed_attention_units(decode);
-    let kernel = match fixed {
-        true => one(ROWS, dim, |k| k.unit == rows)?,
-        false => one(PREFILL, dim, |k| k.unit == prefill)?,
+        shared: prompt_shared(dim, kv, fixed, warps) as u32,
+        ..Launch::new(grid, (warps * 32) as u32)
     };
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe { launch.of(kernel).run(gpu, &arguments) }

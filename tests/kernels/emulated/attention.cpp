@@ -210,8 +210,8 @@ struct Sequence {
     template <int D>
     void attend(const char* what, const std::vector<u16>& q, int first, int rows) {
         std::vector<u16> out(q.size(), 0x7e00);
-        prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
-        launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::WARPS * WARP, [&] { prefill::run<D, E>(p); });
+        prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f, 0};
+        launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::MOST_WARPS * WARP, [&] { prefill::run<D, E>(p); });
         if (compares) compare(what, out, first, rows);
     }
     // Rows of which each has the bits that it has as a single token, whichever rows are beside it, with splits of one page or two. All rows are
@@ -250,14 +250,16 @@ struct Sequence {
         store::Arguments s = {own.data(), q_weight, nullptr, q.data(), options(), row(false), arguments(), heads, rows, first, log2};
         s.row.all = (int)row_values / D;
         launch(rows, ceil_div(heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY, E>(s); });
-        auto attend = [&](int from, int count, std::vector<u16>& out) {
-            constexpr int OF_BLOCK = prefill::ROWS<D, true>;
+        auto attend = [&](auto warps, int from, int count, std::vector<u16>& out) {
+            constexpr int WARPS = warps(), OF_BLOCK = prefill::ROWS<D, true, WARPS>;
             int row_blocks = (first + from + count - 1) / OF_BLOCK - (first + from) / OF_BLOCK + 1;
             prefill::Arguments p = {&q[from * row_outputs], sink(), &out[from * row_outputs], arguments(), heads, count, first + from, window, cap_log2, split_pages};
-            launch(heads, row_blocks, 1, prefill::WARPS * WARP, [&] { prefill::run<D, E, true>(p); });
+            launch(heads, row_blocks, 1, WARPS * WARP, [&] { prefill::run<D, E, true, WARPS>(p); });
         };
-        attend(0, rows, at_once);
-        for (int i = 0, count = 1; i < rows; i += count++) count = std::min(count, rows - i), attend(i, count, in_parts);
+        std::integral_constant<int, prefill::MOST_WARPS> all_warps;
+        std::integral_constant<int, prefill::MOST_WARPS / (D <= 128 ? 2 : 1)> half;
+        attend(all_warps, 0, rows, at_once);
+        for (int i = 0, count = 1; i < rows; i += count++) count = std::min(count, rows - i), attend(half, i, count, in_parts);
         compare(has_keys ? "rows as tokens" : "rows of queries as tokens", at_once, first, rows);
         if (at_once != tokens || in_parts != tokens) {
             printf("D = %d, rows from %d on, %d heads (%d): %s have other bits than tokens\n", D, first, heads, kv_heads, at_once != tokens ? "rows at once" : "rows in parts");
