@@ -32,10 +32,12 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
         Unit::LinearSkinny
         | Unit::LinearTiled
         | Unit::AttentionDecode
+        | Unit::AttentionDecodeFixed
         | Unit::AttentionDecodeWide
         | Unit::AttentionDecodeWidest
         | Unit::AttentionPrefill
-        | Unit::AttentionPrefillWidest => Some(F16),
+        | Unit::AttentionPrefillWidest
+        | Unit::AttentionRows => Some(F16),
         Unit::LinearWide
         | Unit::AttentionTrainingForwardWide
         | Unit::AttentionTrainingBackwardWide => Some(WARPGROUP),

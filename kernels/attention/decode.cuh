@@ -11,8 +11,10 @@
 // order. Alternatively the splits are a cluster, whose blocks send each other their partial results, and each block combines some of the
 // heads.
 //
-// The number of splits is that of the grid, or follows from the positions that a row sees (attention/splits.cuh): then its bits depend on no
-// other row. The rounding of each sum is written out, because attention/rows.cuh has to give the same bits.
+// The number of splits is that of the grid. In FIXED kernels it follows from the positions that a row sees (attention/splits.cuh), so that a
+// row's bits depend on no other row, and sums go over the positions in order, as attention/prefill.cuh has them for many rows: the warps
+// agree on the largest scores of a page, exchange its probabilities, and multiply all of them with some elements of the values each. Weights are
+// added up by a product with ones. The new token takes its place in the ring. The rounding of each sum is written out in both.
 //
 // Codes in 8 bits are widened to f16, which is exact. The scales of keys apply to scores, and those of values to probabilities. A word of
 // load_matrices() has four neighbouring codes of a row, of which the matrix instruction takes the first two in the place of neighbours 2t
@@ -56,7 +58,7 @@ struct Arguments {
     int window;                 // positions that a token sees, its own included; 0: all
     int fragment_major;
     int stored;                 // whether an earlier kernel has stored all keys and values: rows may be consecutive tokens of one sequence
-    int split_pages;            // 0: as many splits as the grid has; else see FixedSplits
+    int split_pages;            // of FIXED kernels: see FixedSplits
 };
 
 // The output of a sequence.
@@ -90,6 +92,13 @@ struct PageStage {
     template <int PIECES>
     static __device__ __forceinline__ int place(int row, int piece) {
         return (row * PIECES + swizzled_piece<PIECES>(row, piece)) * 16;
+    }
+    // Offsets of an element of the key and of the value of a position of the stage.
+    static __device__ __forceinline__ int key_offset(int position, int i) {
+        return place<KEY_PIECES>(row_of_position<E>(position), i / PIECE) + i % PIECE * (int)sizeof(E);
+    }
+    static __device__ __forceinline__ int value_offset(int position, int i) {
+        return KEY_BYTES + place<VALUE_PIECES>(i, position / PIECE) + position % PIECE * (int)sizeof(E);
     }
     // Requests the positions from these on; all threads call this. The scales of values are `apart` floats after those of keys.
     __device__ __forceinline__ void fill(const E* keys, const E* values, const float* scales, int apart) const {
@@ -142,9 +151,12 @@ struct PageStage {
         load_matrices(words, base + KEY_BYTES + place<VALUE_PIECES>(16 * AT_ONCE * j + row, first / PIECE + piece));
         widen(words, a);
     }
-    // The scale of the key of a position of the stage, and that of its value.
-    __device__ __forceinline__ float key_scale(int position) const { return load_shared_float(base + 2 * KEY_BYTES + position * 4); }
-    __device__ __forceinline__ float value_scale(int position) const { return load_shared_float(base + 2 * KEY_BYTES + SCALE_BYTES + position * 4); }
+    // The offset of the scale of the key of a position of the stage, and that of the scale of its value.
+    static __device__ __forceinline__ int key_scale_offset(int position) { return 2 * KEY_BYTES + position * 4; }
+    static __device__ __forceinline__ int value_scale_offset(int position) { return key_scale_offset(position) + SCALE_BYTES; }
+    // These scales.
+    __device__ __forceinline__ float key_scale(int position) const { return load_shared_float(base + key_scale_offset(position)); }
+    __device__ __forceinline__ float value_scale(int position) const { return load_shared_float(base + value_scale_offset(position)); }
 };
 
 // The new token in shared memory, and two words by which a block coordinates with others.
@@ -155,6 +167,14 @@ struct __align__(128) NewToken {
     float scales[2];  // of key and value
     u64 exchange;   // barrier for the partial results that other blocks of the cluster send
     int last;       // whether the block is the last of its sequence to finish
+};
+
+// The scores of a page that the warps of a FIXED kernel exchange, each of 16 positions: the largest, and the probabilities as B of the product
+// with the values. In 8 bits the scales of values are in the second of two forms.
+template <typename E>
+struct PageExchange {
+    float largest[PAGE_WARPS][HEADS];
+    uint2 probabilities[HAS_SCALES<E> ? 2 : 1][PAGE_WARPS][WARP];
 };
 
 // The attention of a head to some positions: a lane's elements of the weighted sum of values, the largest score, and the sum of weights. In
@@ -180,16 +200,20 @@ struct PartialResult {
         }
     }
     // Combines the splits of a head in global memory, at most as many as lanes. Each lane loads the score of one split, and the elements of
-    // BATCH splits are in flight before the first is used.
+    // BATCH splits are in flight before the first is used. IN_ORDER: adds one split after the other to those before it.
+    template <bool IN_ORDER>
     static __device__ __forceinline__ PartialResult of_splits(const float* lines, int splits) {
         constexpr int STRIDE = HEADS * LINE, BATCH = IS_WIDEST<D> ? 4 : 8;
         PartialResult r;
         bool has_split = lane_id() < splits;
         const float* own = lines + lane_id() * STRIDE + D;
         float score = has_split ? own[0] : -INFINITY, weight = has_split ? own[1] : 0;
-        r.max_score = warp_max(score);
-        float factor = score == -INFINITY ? 0 : exp2_approx(score - r.max_score);
-        r.weight = warp_sum(__fmul_rn(weight, factor));
+        float factor = 0;
+        if (!IN_ORDER) {
+            r.max_score = warp_max(score);
+            factor = score == -INFINITY ? 0 : exp2_approx(score - r.max_score);
+            r.weight = warp_sum(__fmul_rn(weight, factor));
+        }
 #pragma unroll 1
         for (int first = 0; first < splits; first += BATCH) {
             float y[BATCH][N];
@@ -200,12 +224,25 @@ struct PartialResult {
             }
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
+                if (IN_ORDER) {
+                    // Beyond the last split there are no scores and no weights.
+                    r.add(y[i], __shfl_sync(ALL_LANES, score, first + i), __shfl_sync(ALL_LANES, weight, first + i));
+                    continue;
+                }
                 float f = __shfl_sync(ALL_LANES, factor, first + i);
 #pragma unroll
                 for (int j = 0; j < N; j++) r.y[j] = fmaf(y[i][j], f, r.y[j]);
             }
         }
         return r;
+    }
+    // Adds a later split of these elements, largest score and weight.
+    __device__ __forceinline__ void add(const float (&later)[N], float later_max, float later_weight) {
+        SplitFactors factors(max_score, later_max);
+        max_score = factors.max_score;
+        weight = factors.sum(weight, later_weight);
+#pragma unroll
+        for (int j = 0; j < N; j++) y[j] = factors.sum(y[j], later[j]);
     }
     __device__ __forceinline__ void store(float* line) const {
 #pragma unroll
@@ -232,27 +269,28 @@ struct PartialResult {
 #endif
     // `sink` is a score without a value, minus infinity for none.
     __device__ __forceinline__ void store_output(const OutputRow& row, int head, float sink) const {
-        float total = weight + exp2_approx(sink - max_score);
+        float factor = 1 / (weight + exp2_approx(sink - max_score));
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            if (has_slot<D>(j)) row.at(head * D + lane_id() + WARP * j) = to_f16(y[j] / total);
+            if (has_slot<D>(j)) row.at(head * D + lane_id() + WARP * j) = to_f16(normalized(y[j], factor));
         }
     }
 };
 
 // The ring has STAGES pages, or half pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a
 // cluster. LIMITED: there may be a window, a soft cap or sinks, and rows of projections may lack keys or values. ROTARY: see Rotation. E: an
-// element of the cache.
-template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER, typename E = u16>
+// element of the cache. FIXED: see above.
+template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER, typename E = u16, bool FIXED = false>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
-    static_assert(SHARERS<D> == 1 || (SPAN == 1 && !CLUSTER), "");
-    constexpr int TILES = D / 16, OWN_TILES = TILES / SHARERS<D>, LINE = PartialResult<D>::LINE, N = SLOTS<D>;
-    // Warps with positions of their own.
-    constexpr int LINES = WARPS / SHARERS<D>;
+    static_assert((SHARERS<D> == 1 && !FIXED) || (SPAN == 1 && !CLUSTER), "");
     using Stage = PageStage<D, THREADS, E>;
     constexpr int AT_ONCE = Stage::AT_ONCE;
+    constexpr int TILES = D / 16, OWN_TILES = FIXED ? ceil_div(TILES / AT_ONCE, WARPS) * AT_ONCE : TILES / SHARERS<D>;
+    constexpr int LINE = PartialResult<D>::LINE, N = SLOTS<D>;
+    // Warps with positions of their own, and lines of partial results: of these and of the new token, or of all.
+    constexpr int POSITION_WARPS = WARPS / SHARERS<D>, LINES = FIXED ? 1 : POSITION_WARPS + 1;
     static_assert(!HAS_SCALES<E> || !IS_WIDEST<D>, "");
     extern __shared__ __align__(128) char shared[];
     auto& [q, new_key, new_value, new_scales, exchange, last] = *(NewToken<D, E>*)shared;
@@ -272,7 +310,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int start = LIMITED && a.window > 0 ? max(position + 1 - a.window, 0) : 0, first_page = start / PAGE, all = position / PAGE + 1 - first_page;
     int splits = gridDim.z;
     int begin = (first_page + all * split / splits) * PAGE, next = (first_page + all * (split + 1) / splits) * PAGE;
-    if (!CLUSTER && a.split_pages > 0) {
+    if (FIXED) {
         FixedSplits fixed(a.split_pages, LIMITED ? a.window : 0, first_page, position / PAGE);
         splits = fixed.count;
         if (split >= splits) return;
@@ -281,7 +319,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     }
     // If an earlier layer has stored the new token, it is one of the cached positions.
     bool has_keys = !LIMITED || a.row.has_keys;
-    int end = min(has_keys ? position : position + 1, next);
+    int end = min(has_keys && !FIXED ? position : position + 1, next);
     int stages = LIMITED && start >= end ? 0 : ceil_div(max(end - begin, 0), POSITIONS<D>);
     bool has_new = has_keys && position >= begin && position < next;
 
@@ -389,77 +427,169 @@ __device__ __forceinline__ void run(const Arguments& a) {
     float y_tiles[OWN_TILES][4] = {}, max_score[2] = {-INFINITY, -INFINITY}, weight[2] = {0, 0};
 
     // The positions of a warp in a stage, and its tiles of values.
-    int first = warp % (PAGE_WARPS / SHARERS<D>) * STEP, first_tile = warp % PAGE_WARPS / (PAGE_WARPS / SHARERS<D>) * OWN_TILES;
-    for (int i = 0; i < stages; i += SPAN) {
-        copy_async_wait<STAGES - SPAN>();
-        __syncthreads();
-        int at = i + warp / PAGE_WARPS, p = begin + at * POSITIONS<D> + first;
-        if (p < end && (!LIMITED || p + STEP > start)) {
-            float score[4] = {};
+    int first = warp % POSITION_WARPS % PAGE_WARPS * STEP, first_tile = (FIXED ? warp : warp % PAGE_WARPS / POSITION_WARPS) * OWN_TILES;
+    // The scores of 16 positions from p on, in the ring's stage `at`.
+    auto scores_of = [&](int at, int p, float (&score)[4]) {
 #pragma unroll
-            for (int j = 0; j < TILES / AT_ONCE; j++) {
-                u32 k[AT_ONCE][4];
-                stage(at).keys(first, j, k);
+        for (int j = 0; j < TILES / AT_ONCE; j++) {
+            u32 k[AT_ONCE][4];
+            stage(at).keys(first, j, k);
 #pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) {
-                    const u32(&of_tile)[2] = query[AT_ONCE * j + i];
-                    mma_f16(score, k[i][0], k[i][1], k[i][2], k[i][3], of_tile[0], of_tile[1]);
-                }
-            }
-            if (HAS_SCALES<E>) {
-                float of_low = stage(at).key_scale(first + low), of_high = stage(at).key_scale(first + high);
-                score[0] = __fmul_rn(score[0], of_low), score[1] = __fmul_rn(score[1], of_low);
-                score[2] = __fmul_rn(score[2], of_high), score[3] = __fmul_rn(score[3], of_high);
-            }
-            if (LIMITED && a.cap > 0) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) score[e] = capped(score[e], a.cap);
-            }
-            if (p + low >= end || (LIMITED && p + low < start)) score[0] = score[1] = -INFINITY;
-            if (p + high >= end || (LIMITED && p + high < start)) score[2] = score[3] = -INFINITY;
-            float factor[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float best = fmaxf(score[h], score[h + 2]);
-#pragma unroll
-                for (int d = 4; d < WARP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, d));
-                best = fmaxf(best, max_score[h]);
-                factor[h] = exp2_approx(max_score[h] - best);
-                max_score[h] = best;
-                weight[h] = __fmul_rn(weight[h], factor[h]);
-            }
-            u32 probability[2];
-#pragma unroll
-            for (int b = 0; b < 2; b++) {
-                float x = exp2_approx(score[2 * b] - max_score[0]), z = exp2_approx(score[2 * b + 1] - max_score[1]);
-                weight[0] = __fadd_rn(weight[0], x);
-                weight[1] = __fadd_rn(weight[1], z);
-                float scale = HAS_SCALES<E> ? stage(at).value_scale(first + (b == 0 ? low : high)) * PROBABILITY_FACTOR<E> : 1;
-                probability[b] = transpose_matrix(pack_f16(x * scale, z * scale));
-            }
-#pragma unroll
-            for (int j = 0; j < OWN_TILES / AT_ONCE; j++) {
-                u32 v[AT_ONCE][4];
-                stage(at).values(first, first_tile / AT_ONCE + j, v);
-#pragma unroll
-                for (int i = 0; i < AT_ONCE; i++) {
-                    float(&y)[4] = y_tiles[AT_ONCE * j + i];
-#pragma unroll
-                    for (int e = 0; e < 4; e++) y[e] *= factor[e % 2];
-                    mma_f16(y, v[i][0], v[i][1], v[i][2], v[i][3], probability[0], probability[1]);
-                }
+            for (int i = 0; i < AT_ONCE; i++) {
+                const u32(&of_tile)[2] = query[AT_ONCE * j + i];
+                mma_f16(score, k[i][0], k[i][1], k[i][2], k[i][3], of_tile[0], of_tile[1]);
             }
         }
-        __syncthreads();
+        if (HAS_SCALES<E>) {
+            float of_low = stage(at).key_scale(first + low), of_high = stage(at).key_scale(first + high);
+            score[0] = __fmul_rn(score[0], of_low), score[1] = __fmul_rn(score[1], of_low);
+            score[2] = __fmul_rn(score[2], of_high), score[3] = __fmul_rn(score[3], of_high);
+        }
+        if (LIMITED && a.cap > 0) {
 #pragma unroll
-        for (int j = 0; j < SPAN; j++) load(i + j + STAGES);
+            for (int e = 0; e < 4; e++) score[e] = capped(score[e], a.cap);
+        }
+        if (p + low >= end || (LIMITED && p + low < start)) score[0] = score[1] = -INFINITY;
+        if (p + high >= end || (LIMITED && p + high < start)) score[2] = score[3] = -INFINITY;
+    };
+    // The largest score of the 16 positions for a head.
+    auto largest_of = [](const float (&score)[4], int h) {
+        float best = fmaxf(score[h], score[h + 2]);
+#pragma unroll
+        for (int d = 4; d < WARP; d *= 2) best = fmaxf(best, __shfl_xor_sync(ALL_LANES, best, d));
+        return best;
+    };
+    if constexpr (FIXED) {
+        auto& [largest, probabilities] = *(PageExchange<E>*)(ring + STAGES * Stage::BYTES);
+        float sum[4] = {};  // of the weights, in each row
+        for (int i = 0; i < stages; i++) {
+            copy_async_wait<STAGES - 1>();
+            __syncthreads();
+            if (has_new && !a.stored && i == stages - 1) {
+                char* to = ring + i % STAGES * Stage::BYTES;
+                int at = (position - begin) % POSITIONS<D>;
+                for (int e = threadIdx.x; e < D; e += THREADS) {
+                    *(E*)(to + Stage::key_offset(at, e)) = new_key[e];
+                    *(E*)(to + Stage::value_offset(at, e)) = new_value[e];
+                }
+                if (HAS_SCALES<E> && threadIdx.x == 0) {
+                    *(float*)(to + Stage::key_scale_offset(at)) = new_scales[0];
+                    *(float*)(to + Stage::value_scale_offset(at)) = new_scales[1];
+                }
+                __syncthreads();
+            }
+            int p = begin + i * POSITIONS<D> + first;
+            bool has_positions = warp < POSITION_WARPS;
+            float score[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+            if (has_positions && p < end && (!LIMITED || p + STEP > start)) {
+                score[0] = score[1] = score[2] = score[3] = 0;
+                scores_of(i, p, score);
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float best = largest_of(score, h);
+                if (has_positions && g == 0) largest[warp][2 * t + h] = best;
+            }
+            __syncthreads();
+            float factor[2], subtracted[2];
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float best = max_score[h];
+#pragma unroll
+                for (int w = 0; w < POSITION_WARPS; w++) best = fmaxf(best, largest[w][2 * t + h]);
+                subtracted[h] = best == -INFINITY ? 0 : best;
+                factor[h] = exp2_approx(max_score[h] - subtracted[h]);
+                max_score[h] = best;
+            }
+            u32 scaled[2], plain[2];
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                float x = exp2_approx(score[2 * b] - subtracted[0]), z = exp2_approx(score[2 * b + 1] - subtracted[1]);
+                plain[b] = transpose_matrix(pack_f16(x, z));
+                if (HAS_SCALES<E>) {
+                    float scale = stage(i).value_scale(first + (b == 0 ? low : high)) * PROBABILITY_FACTOR<E>;
+                    scaled[b] = transpose_matrix(pack_f16(x * scale, z * scale));
+                }
+            }
+            if (has_positions) {
+                probabilities[0][warp][lane] = make_uint2(plain[0], plain[1]);
+                if constexpr (HAS_SCALES<E>) probabilities[1][warp][lane] = make_uint2(scaled[0], scaled[1]);
+            }
+            __syncthreads();
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                sum[e] *= factor[e % 2];
+#pragma unroll
+                for (int j = 0; j < OWN_TILES; j++) y_tiles[j][e] *= factor[e % 2];
+            }
+#pragma unroll
+            for (int w = 0; w < POSITION_WARPS; w++) {
+                uint2 weights = probabilities[0][w][lane], of_values = weights;
+                if constexpr (HAS_SCALES<E>) of_values = probabilities[1][w][lane];
+                mma_f16(sum, TWO_ONES, TWO_ONES, TWO_ONES, TWO_ONES, weights.x, weights.y);
+#pragma unroll
+                for (int j = 0; j < OWN_TILES; j += AT_ONCE) {
+                    // Tiles need not divide into the warps.
+                    if (TILES % (WARPS * AT_ONCE) != 0 && first_tile + j >= TILES) continue;
+                    u32 v[AT_ONCE][4];
+                    stage(i).values(w * STEP, (first_tile + j) / AT_ONCE, v);
+#pragma unroll
+                    for (int n = 0; n < AT_ONCE; n++) mma_f16(y_tiles[j + n], v[n][0], v[n][1], v[n][2], v[n][3], of_values.x, of_values.y);
+                }
+            }
+            __syncthreads();
+            load(i + STAGES);
+        }
+        weight[0] = sum[0], weight[1] = sum[1];
+    } else {
+        for (int i = 0; i < stages; i += SPAN) {
+            copy_async_wait<STAGES - SPAN>();
+            __syncthreads();
+            int at = i + warp / PAGE_WARPS, p = begin + at * POSITIONS<D> + first;
+            if (p < end && (!LIMITED || p + STEP > start)) {
+                float score[4] = {};
+                scores_of(at, p, score);
+                float factor[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float best = fmaxf(largest_of(score, h), max_score[h]);
+                    factor[h] = exp2_approx(max_score[h] - best);
+                    max_score[h] = best;
+                    weight[h] *= factor[h];
+                }
+                u32 probability[2];
+#pragma unroll
+                for (int b = 0; b < 2; b++) {
+                    float x = exp2_approx(score[2 * b] - max_score[0]), z = exp2_approx(score[2 * b + 1] - max_score[1]);
+                    weight[0] += x;
+                    weight[1] += z;
+                    float scale = HAS_SCALES<E> ? stage(at).value_scale(first + (b == 0 ? low : high)) * PROBABILITY_FACTOR<E> : 1;
+                    probability[b] = transpose_matrix(pack_f16(x * scale, z * scale));
+                }
+#pragma unroll
+                for (int j = 0; j < OWN_TILES / AT_ONCE; j++) {
+                    u32 v[AT_ONCE][4];
+                    stage(at).values(first, first_tile / AT_ONCE + j, v);
+#pragma unroll
+                    for (int i = 0; i < AT_ONCE; i++) {
+                        float(&y)[4] = y_tiles[AT_ONCE * j + i];
+#pragma unroll
+                        for (int e = 0; e < 4; e++) y[e] *= factor[e % 2];
+                        mma_f16(y, v[i][0], v[i][1], v[i][2], v[i][3], probability[0], probability[1]);
+                    }
+                }
+            }
+            __syncthreads();
+#pragma unroll
+            for (int j = 0; j < SPAN; j++) load(i + j + STAGES);
+        }
     }
 
     // The ring is no longer in use.
-    static_assert((LINES + 1) * HEADS * LINE * 4 <= STAGES * Stage::BYTES, "partial results take the place of the ring");
-    float(*of_warp)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [LINES + 1]: partial results of the warps and of the new token
-    for (int h = warp; h < heads; h += WARPS) {
-        float score = 0, *line = of_warp[LINES][h];
+    static_assert(LINES * HEADS * LINE * 4 <= STAGES * Stage::BYTES, "partial results take the place of the ring");
+    float(*of_warp)[HEADS][LINE] = (float(*)[HEADS][LINE])ring;  // [LINES]
+    for (int h = warp; !FIXED && h < heads; h += WARPS) {
+        float score = 0, *line = of_warp[LINES - 1][h];
 #pragma unroll
         for (int j = 0; j < N; j++) {
             int i = lane + WARP * j;
@@ -477,10 +607,11 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #pragma unroll
-        for (int d = 4; d < WARP; d *= 2) weight[h] += __shfl_xor_sync(ALL_LANES, weight[h], d);
-        float* line = of_warp[SHARERS<D> == 1 ? warp : first / STEP][2 * t + h];
+        for (int d = 4; !FIXED && d < WARP; d *= 2) weight[h] += __shfl_xor_sync(ALL_LANES, weight[h], d);
+        float* line = of_warp[FIXED ? 0 : SHARERS<D> == 1 ? warp : first / STEP][2 * t + h];
 #pragma unroll
         for (int i = 0; i < OWN_TILES; i++) {
+            if (FIXED && first_tile + i >= TILES) continue;
             line[16 * (first_tile + i) + g] = y_tiles[i][h] * (1 / PROBABILITY_FACTOR<E>);
             line[16 * (first_tile + i) + g + 8] = y_tiles[i][h + 2] * (1 / PROBABILITY_FACTOR<E>);
         }
@@ -505,7 +636,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         __syncwarp();
         cluster_wait();
         for (int h = warp; h < heads; h += WARPS) {
-            PartialResult<D> r(of_warp[0][h], LINES + 1, HEADS * LINE);
+            PartialResult<D> r(of_warp[0][h], LINES, HEADS * LINE);
             if (h % splits == split) {
                 r.store(of_split[split][h]);
             } else {
@@ -523,7 +654,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int block = sequence * gridDim.x + blockIdx.x;
     float* lines = a.partial + (size_t)block * gridDim.z * HEADS * LINE;
     for (int h = warp; h < heads; h += WARPS) {
-        PartialResult<D> r(of_warp[0][h], LINES + 1, HEADS * LINE);
+        PartialResult<D> r(of_warp[0][h], LINES, HEADS * LINE);
         if (splits == 1) {
             store_output(r, h);
         } else {
@@ -540,20 +671,25 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int h = warp; h < heads; h += WARPS) store_output(PartialResult<D>::of_splits(lines + h * LINE, splits), h);
+    for (int h = warp; h < heads; h += WARPS) store_output(PartialResult<D>::template of_splits<FIXED>(lines + h * LINE, splits), h);
 }
 
 // With few blocks, each has a ring of four pages, two of which are processed at a time. With more blocks, and in clusters, a ring of two
 // pages leaves shared memory to a block of the kernels before and after. With the most blocks, several share a multiprocessor, each with
-// one page. Of wide heads, whose ring has two pages, both are processed at a time where a block has few positions (attention/decode_wide.cu). Minimum numbers of blocks per multiprocessor:
+// one page. Of wide heads, whose ring has two pages, both are processed at a time where a block has few positions (attention/decode_wide.cu).
+// FIXED kernels have a ring of two pages, or one. Minimum numbers of blocks per multiprocessor:
 constexpr int LONG_RING_BLOCKS = 2, ONE_PAGE_BLOCKS = 4;
 
-#define KERNEL_OF(E, D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER)                                                \
+#define KERNEL_OF(E, D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER, FIXED)                                         \
     extern "C" __global__ void __launch_bounds__(SPAN* PAGE_WARPS* WARP, BLOCKS) NAME(const __grid_constant__ Arguments a) { \
-        run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(a);                                                                \
+        run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E, FIXED>(a);                                                         \
     }
-#define KERNEL(D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER) KERNEL_OF(u16, D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER)
+#define KERNEL(D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER) \
+    KERNEL_OF(u16, D, LIMITED, ROTARY, NAME, STAGES, SPAN, BLOCKS, CLUSTER, false)
 #define KERNELS(D, LIMITED, ROTARY, NAME, RING_BLOCKS, PAGE_BLOCKS)         \
     KERNEL(D, LIMITED, ROTARY, NAME##_ring4, 4, 2, RING_BLOCKS, false)      \
     KERNEL(D, LIMITED, ROTARY, NAME##_ring2, 2, 1, RING_BLOCKS, false)      \
     KERNEL(D, LIMITED, ROTARY, NAME##_ring1, 1, 1, PAGE_BLOCKS, false)
+#define FIXED_KERNELS(E, D, LIMITED, ROTARY, NAME, RING_BLOCKS, PAGE_BLOCKS)                                           \
+    KERNEL_OF(E, D, LIMITED, ROTARY, NAME##_ring2, (HAS_SCALES<E> ? 4 : 2), 1, RING_BLOCKS, false, true)               \
+    KERNEL_OF(E, D, LIMITED, ROTARY, NAME##_ring1, (HAS_SCALES<E> ? 2 : 1), 1, PAGE_BLOCKS, false, true)

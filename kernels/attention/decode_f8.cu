@@ -3,15 +3,15 @@
 #include "attention/decode.cuh"
 
 #define F8_KERNELS(D)                                                                            \
-    KERNEL_OF(u8, D, false, D, attention_decode_##D##_f8_ring8, 8, 2, LONG_RING_BLOCKS, false) \
-    KERNEL_OF(u8, D, false, D, attention_decode_##D##_f8_ring4, 4, 1, LONG_RING_BLOCKS, false) \
-    KERNEL_OF(u8, D, false, D, attention_decode_##D##_f8_ring2, 2, 1, ONE_PAGE_BLOCKS, false)
+    KERNEL_OF(u8, D, false, D, attention_decode_##D##_f8_ring8, 8, 2, LONG_RING_BLOCKS, false, false) \
+    KERNEL_OF(u8, D, false, D, attention_decode_##D##_f8_ring4, 4, 1, LONG_RING_BLOCKS, false, false) \
+    KERNEL_OF(u8, D, false, D, attention_decode_##D##_f8_ring2, 2, 1, ONE_PAGE_BLOCKS, false, false)
 
 F8_KERNELS(32)
 F8_KERNELS(64)
 F8_KERNELS(128)
 #if __CUDA_ARCH__ >= 900
-KERNEL_OF(u8, 32, false, 32, attention_decode_32_f8_cluster, 4, 1, LONG_RING_BLOCKS, true)
-KERNEL_OF(u8, 64, false, 64, attention_decode_64_f8_cluster, 4, 1, LONG_RING_BLOCKS, true)
-KERNEL_OF(u8, 128, false, 128, attention_decode_128_f8_cluster, 4, 1, LONG_RING_BLOCKS, true)
+KERNEL_OF(u8, 32, false, 32, attention_decode_32_f8_cluster, 4, 1, LONG_RING_BLOCKS, true, false)
+KERNEL_OF(u8, 64, false, 64, attention_decode_64_f8_cluster, 4, 1, LONG_RING_BLOCKS, true, false)
+KERNEL_OF(u8, 128, false, 128, attention_decode_128_f8_cluster, 4, 1, LONG_RING_BLOCKS, true, false)
 #endif

@@ -18,3 +18,21 @@ struct FixedSplits {
         count = last_page / length - first + 1;
     }
 };
+
+// The factors of two sums whose weights are relative to a largest score each, where one of both is to be the largest. Minus infinity is the
+// largest score of no positions.
+struct SplitFactors {
+    float max_score, own, later;
+
+    __device__ __forceinline__ SplitFactors(float own_max, float later_max) : max_score(fmaxf(own_max, later_max)) {
+        float subtracted = max_score == -INFINITY ? 0 : max_score;
+        own = exp2_approx(own_max - subtracted);
+        later = exp2_approx(later_max - subtracted);
+    }
+    __device__ __forceinline__ float sum(float x, float of_later) const { return fmaf(of_later, later, __fmul_rn(x, own)); }
+};
+
+// Two probabilities of 1: a product with them adds up the probabilities.
+constexpr u32 TWO_ONES = 0x3c003c00;
+// An element of the output. Zero has no sign, since a sum to which nothing is added may have any.
+__device__ __forceinline__ float normalized(float y, float factor) { return fmaf(y, factor, 0); }

@@ -251,6 +251,9 @@ __device__ __forceinline__ uint2 load_shared_8(u32 shared) {
 __device__ __forceinline__ void store_shared_16(u32 shared, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
+__device__ __forceinline__ void store_shared_8(u32 shared, uint2 v) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(v.x), "r"(v.y) : "memory");
+}
 __device__ __forceinline__ float load_shared_float(u32 shared) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared) : "memory");

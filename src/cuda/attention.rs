@@ -97,6 +97,14 @@ head_kernels! { DECODE(DecodeArguments):
     AttentionDecodeGeneral, Some(Ring::Two), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring2";
     AttentionDecodeGeneral, Some(Ring::One), "attention_decode_" [32 64 80 96 128 192 256] "_general_ring1";
 }
+head_kernels! { DECODE_FIXED(DecodeArguments):
+    AttentionDecodeFixed, Some(Ring::Two), "attention_decode_" [32 64 128] "_fixed_ring2";
+    AttentionDecodeFixed, Some(Ring::One), "attention_decode_" [32 64 128] "_fixed_ring1";
+    AttentionDecodeFixedF8, Some(Ring::Two), "attention_decode_" [32 64 128] "_f8_fixed_ring2";
+    AttentionDecodeFixedF8, Some(Ring::One), "attention_decode_" [32 64 128] "_f8_fixed_ring1";
+    AttentionDecodeFixedGeneral, Some(Ring::Two), "attention_decode_" [32 64 80 96 128 192 256 512] "_general_fixed_ring2";
+    AttentionDecodeFixedGeneral, Some(Ring::One), "attention_decode_" [32 64 80 96 128 192 256 512] "_general_fixed_ring1";
+}
 head_kernels! { STORE_HEADS(StoreArguments):
     RopeStore, None, "rope_store_heads_" [32 64 128] "";
     RopeStoreF8, None, "rope_store_heads_" [32 64 128] "_f8";
@@ -114,9 +122,13 @@ head_kernels! { STORE_ROWS(StoreRowsArguments):
     RopeStoreGeneral, None, "rope_store_rows_" [192 256] "";
     RopeStoreGeneral, None, "rope_store_rows_" [32 64 80 96 128 192 256] "_general";
 }
-head_kernels! { ROWS(RowsArguments):
-    AttentionRows, None, "attention_rows_" [32 64 80 96 128 192 256 512] "";
-    AttentionRowsF8, None, "attention_rows_" [32 64 128] "_f8";
+head_kernels! { ROWS(PrefillArguments):
+    AttentionRows, None, "attention_rows_" [80 96 128 192 256 512] "";
+    AttentionRowsF8, None, "attention_rows_" [128] "_f8";
+}
+head_kernels! { ROWS_HALF(PrefillArguments):
+    AttentionRows, None, "attention_rows_" [32 64 80 96 128] "_half";
+    AttentionRowsF8, None, "attention_rows_" [32 64 128] "_f8_half";
 }
 head_kernels! { PREFILL(PrefillArguments):
     AttentionPrefill, None, "attention_prefill_" [32 64 128] "";
@@ -133,10 +145,12 @@ pub(super) fn arguments() -> impl Iterator<Item = (&'static str, usize)> {
         kernels.iter().map(|kernel| (kernel.name, size_of::<A>()))
     }
     sizes(DECODE)
+        .chain(sizes(DECODE_FIXED))
         .chain(sizes(STORE_HEADS))
         .chain(sizes(STORE_VALUES))
         .chain(sizes(STORE_ROWS))
         .chain(sizes(ROWS))
+        .chain(sizes(ROWS_HALF))
         .chain(sizes(PREFILL))
 }
 
@@ -201,9 +215,24 @@ const fn decode_shared(ring: Ring, dim: usize, kv: KvType) -> usize {
     stages * stage_bytes(dim, kv) + (BLOCK_HEADS + 2) * dim * 2 + 128
 }
 
-/// Rows that one CTA of the prefill kernel serves, for heads of `dim` elements.
-const fn block_rows(dim: usize) -> usize {
-    if dim > WHOLE_PAGE_DIM { 64 } else { 128 }
+/// Shared memory in which the warps of a CTA with fixed splits exchange the scores and probabilities of a page.
+const fn page_exchange(kv: KvType) -> usize {
+    let probabilities = PAGE * BLOCK_HEADS * 2;
+    let copies = match kv {
+        // With the scales of values, and without.
+        KvType::F8 => 2,
+        KvType::F16 | KvType::F32 => 1,
+    };
+    PAGE / 16 * BLOCK_HEADS * 4 + copies * probabilities
+}
+
+/// Warps of a CTA of a prompt; kernels with fixed splits have half of them where two CTAs fit a multiprocessor.
+const PROMPT_WARPS: usize = 8;
+
+/// Rows that one CTA of a prompt serves, for heads of `dim` elements, of which a warp has at most 256, or 128 with fixed splits.
+const fn block_rows(dim: usize, fixed: bool, warps: usize) -> usize {
+    let sharers = dim.div_ceil(if fixed { 128 } else { WHOLE_PAGE_DIM });
+    warps / sharers * 16
 }
 
 /// A variant of the decode kernel, chosen by the number of CTAs without split-KV. Pages are those of f16; of keys and values in 8 bits a ring
@@ -222,6 +251,15 @@ enum Ring {
     /// For few CTAs with few positions each, of heads for which a ring of four does not fit: a ring of two pages, both of which are
     /// processed at a time.
     Pair,
+}
+
+/// The units with fixed splits that take the place of a decode unit and of a prefill unit, for the same heads.
+pub const fn fixed_attention_units(decode: Unit) -> [Unit; 2] {
+    match decode {
+        Unit::AttentionDecode => [Unit::AttentionDecodeFixed, Unit::AttentionRows],
+        Unit::AttentionDecodeF8 => [Unit::AttentionDecodeFixedF8, Unit::AttentionRowsF8],
+        _ => [Unit::AttentionDecodeFixedGeneral, Unit::AttentionRows],
+    }
 }
 
 impl Ring {
@@ -252,7 +290,7 @@ impl Ring {
         }
     }
 
-    /// The variant without pages that are processed at the same time, whose results are combined: the order of all sums is then the same.
+    /// The variant that takes one page at a time: kernels with fixed splits have no others.
     const fn one_at_a_time(self) -> Ring {
         match self {
             Ring::One => Ring::One,
@@ -506,14 +544,16 @@ fn decode_by(
     };
     let kv = cache.shape.kind;
     let [unit, ..] = heads.units(kv);
-    let (ring, cluster, received) = match division {
+    // The variant, CTAs of a cluster, and shared memory beside the ring.
+    let (ring, cluster, beside) = match division {
         SplitKv::Splits(_) => {
             let (all, dim) = (blocks * sequences, heads.shape.dim);
             (Ring::of_unit(gpu, unit, all, dim, splits), 1, 0)
         }
         SplitKv::Fixed(_) => {
             let (all, dim) = (blocks * sequences, heads.shape.dim);
-            (Ring::of(gpu, all, dim).one_at_a_time(), 1, 0)
+            let ring = Ring::of(gpu, all, dim).one_at_a_time();
+            (ring, 1, page_exchange(kv))
         }
         SplitKv::Cluster if gpu.arch().0 < 9 => {
             bail!(Internal, "two-CTA clusters are for Hopper and later")
@@ -525,14 +565,18 @@ fn decode_by(
         ),
     };
     let launch = Launch {
-        shared: (decode_shared(ring, heads.shape.dim, kv) + received) as u32,
+        shared: (decode_shared(ring, heads.shape.dim, kv) + beside) as u32,
         cluster: cluster as u32,
         ..Launch::new(
             [blocks as u32, sequences as u32, splits as u32],
             ring.threads(),
         )
     };
-    let kernel = one(DECODE, heads.shape.dim, |k| {
+    let (kernels, unit) = match division {
+        SplitKv::Fixed(_) => (DECODE_FIXED, fixed_attention_units(unit)[0]),
+        SplitKv::Splits(_) | SplitKv::Cluster => (DECODE, unit),
+    };
+    let kernel = one(kernels, heads.shape.dim, |k| {
         k.unit == unit && k.ring == Some(ring)
     })?;
     // SAFETY: sizes were checked; the caller vouches for blocks and positions.
@@ -689,23 +733,35 @@ struct PrefillArguments {
     first_position: i32,
     window: i32,
     cap: f32,
+    split_pages: i32,
 }
 
-/// Pages that a CTA has of a prompt's sequence at a time: wide heads leave shared memory for one, or half of one.
-const fn prompt_stages(dim: usize) -> usize {
-    if dim > 128 { 1 } else { 2 }
-}
-
-/// Bytes of a row of f16 heads, `[heads, dim]`, which both buffers have for `rows` rows.
-fn checked_row(heads: &Heads<'_>, buffers: [&DeviceBuffer; 2], rows: usize) -> Result<usize> {
-    let row = heads.shape.heads * heads.shape.dim * 2;
-    if buffers.iter().any(|buffer| buffer.bytes() < rows * row) {
-        bail!(
-            Internal,
-            "buffers of attention are too small for {rows} rows"
-        );
+/// Shared memory of a CTA of a prompt: pages of its sequence, of which wide heads leave room for one, or half of one, and with fixed splits
+/// the queries of other heads.
+const fn prompt_shared(dim: usize, kv: KvType, fixed: bool, warps: usize) -> usize {
+    match dim > 128 {
+        true => stage_bytes(dim, kv),
+        false if fixed => 2 * stage_bytes(dim, kv) + block_rows(dim, true, warps) * (dim + 8) * 2,
+        false => 2 * stage_bytes(dim, kv),
     }
-    Ok(row)
+}
+
+/// The kernel of rows with fixed splits, and its warps.
+fn rows_kernel(
+    gpu: &Gpu,
+    unit: Unit,
+    dim: usize,
+    kv: KvType,
+) -> Result<(HeadKernel<PrefillArguments>, usize)> {
+    /// Shared memory that the device takes for each CTA.
+    const RESERVED: usize = 1 << 10;
+    let warps = PROMPT_WARPS / 2;
+    let twice = 2 * (prompt_shared(dim, kv, true, warps) + RESERVED);
+    let whole = one(ROWS, dim, |k| k.unit == unit);
+    match one(ROWS_HALF, dim, |k| k.unit == unit) {
+        Ok(half) if whole.is_err() || twice <= gpu.shared_limit() + RESERVED => Ok((half, warps)),
+        _ => Ok((whole?, PROMPT_WARPS)),
+    }
 }
 
 /// Prefill attention: `rows` rows of one sequence, from row `at` of `q` and `out` on. [`store`] writes `q`; `out` is f16 `[rows, heads
@@ -720,8 +776,68 @@ pub fn prefill(
     first_position: usize,
     out: &DeviceBuffer,
 ) -> Result<()> {
+    let rows = PromptRows {
+        at,
+        rows,
+        first_position,
+        fixed: false,
+    };
+    prefill_by(gpu, heads, cache, q, rows, out)
+}
+
+/// Like [`prefill`]; each row has the bits that [`decode`] with [`SplitKv::fixed`] gives it as a single token.
+pub fn attend_rows(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    q: &DeviceBuffer,
+    at: usize,
+    rows: usize,
+    first_position: usize,
+    out: &DeviceBuffer,
+) -> Result<()> {
+    let rows = PromptRows {
+        at,
+        rows,
+        first_position,
+        fixed: true,
+    };
+    prefill_by(gpu, heads, cache, q, rows, out)
+}
+
+/// The rows of [`prefill`].
+#[derive(Clone, Copy)]
+struct PromptRows {
+    at: usize,
+    rows: usize,
+    first_position: usize,
+    /// Whether sums go by fixed splits.
+    fixed: bool,
+}
+
+fn prefill_by(
+    gpu: &Gpu,
+    heads: &Heads<'_>,
+    cache: &CachedPages<'_>,
+    q: &DeviceBuffer,
+    rows: PromptRows,
+    out: &DeviceBuffer,
+) -> Result<()> {
     heads.check_cache(cache)?;
-    let row = checked_row(heads, [q, out], at + rows)?;
+    let PromptRows {
+        at,
+        rows,
+        first_position,
+        fixed,
+    } = rows;
+    let (kv, dim) = (cache.shape.kind, heads.shape.dim);
+    let row = heads.shape.heads * dim * 2;
+    if q.bytes() < (at + rows) * row || out.bytes() < (at + rows) * row {
+        bail!(
+            Internal,
+            "buffers of prefill attention are too small for {rows} rows"
+        );
+    }
     let arguments = PrefillArguments {
         q: q.address() + (at * row) as u64,
         sinks: heads.sinks()?,
@@ -732,119 +848,25 @@ pub fn prefill(
         first_position: int("the position", first_position)?,
         window: heads.window()?,
         cap: heads.cap_log2(),
+        split_pages: SPLIT_PAGES as i32,
     };
+    let [decode, prefill, _] = heads.units(kv);
+    let (kernel, warps) = match fixed {
+        true => rows_kernel(gpu, fixed_attention_units(decode)[1], dim, kv)?,
+        false => (one(PREFILL, dim, |k| k.unit == prefill)?, PROMPT_WARPS),
+    };
+    let of_cta = block_rows(dim, fixed, warps);
+    // With fixed splits CTAs begin at multiples of their rows.
+    let before = if fixed { first_position % of_cta } else { 0 };
     let grid = [
         heads.shape.heads as u32,
-        rows.div_ceil(block_rows(heads.shape.dim)) as u32,
+        (before + rows).div_ceil(of_cta) as u32,
         1,
     ];
-    let kv = cache.shape.kind;
     let launch = Launch {
-        shared: (prompt_stages(heads.shape.dim) * stage_bytes(heads.shape.dim, kv)) as u32,
-        ..Launch::new(grid, 256)
+        shared: prompt_shared(dim, kv, fixed, warps) as u32,
+        ..Launch::new(grid, (warps * 32) as u32)
     };
-    let [_, prefill, _] = heads.units(kv);
-    let kernel = one(PREFILL, heads.shape.dim, |k| k.unit == prefill)?;
     // SAFETY: sizes were checked; the caller vouches for blocks.
     unsafe { launch.of(kernel).run(gpu, &arguments) }
-}
-
-#[repr(C)]
-struct RowsArguments {
-    q: u64,
-    sinks: u64,
-    out: u64,
-    partial: u64,
-    arrived: u64,
-    pages: Pages,
-    group: i32,
-    rows: i32,
-    first_position: i32,
-    window: i32,
-    cap: f32,
-    split_pages: i32,
-    has_keys: i32,
-}
-
-/// Tiles of eight columns, pairs of a row and a head, that a CTA of [`attend_rows`] takes, as in `kernels/attention/rows.cuh`.
-const fn column_tiles(dim: usize) -> usize {
-    if dim <= 128 { 4 } else { 2 }
-}
-
-/// Attention of `rows` rows of one sequence, from row `at` of `q` and `out` on, at the positions from `first_position` on: each has the bits
-/// that [`decode`] with [`SplitKv::fixed`] gives it as a single token. [`store`] writes `q`, and has stored keys and values; `out` is f16
-/// `[rows, heads, dim]`.
-pub fn attend_rows(
-    gpu: &Gpu,
-    heads: &Heads<'_>,
-    cache: &CachedPages<'_>,
-    q: &DeviceBuffer,
-    at: usize,
-    rows: usize,
-    first_position: usize,
-    workspace: &SplitKvWorkspace,
-    out: &DeviceBuffer,
-) -> Result<()> {
-    heads.check_cache(cache)?;
-    let AttentionShape {
-        heads: all_heads,
-        kv_heads,
-        dim,
-        window,
-        ..
-    } = heads.shape;
-    let row = checked_row(heads, [q, out], at + rows)?;
-    let (kv, group, tiles) = (cache.shape.kind, all_heads / kv_heads, column_tiles(dim));
-    let columns = group.min(BLOCK_HEADS).next_power_of_two();
-    let of_cta = tiles * BLOCK_HEADS / columns;
-    let head_blocks = blocks(all_heads, kv_heads);
-    let kernel = one(ROWS, dim, |k| {
-        (k.unit == Unit::AttentionRowsF8) == (kv == KvType::F8)
-    })?;
-    let q_bytes = (tiles * BLOCK_HEADS * (dim + 8) * 2).next_multiple_of(128);
-    let end = first_position + rows;
-    let splits = fixed_splits(end.min(window.unwrap_or(usize::MAX)));
-    // CTAs of rows whose partial results the workspace holds.
-    let partial = head_blocks * tiles * splits * BLOCK_HEADS * (dim + 2) * 4;
-    let counters = workspace.arrived.bytes() / (4 * head_blocks);
-    let at_once = (workspace.partial.bytes() / partial).min(counters).max(1);
-    if workspace.partial.bytes() < partial || counters == 0 {
-        bail!(
-            Internal,
-            "a split-KV workspace of {} bytes for {splits} splits",
-            workspace.partial.bytes()
-        );
-    }
-    let pages = cache.argument(1, at..at + rows)?;
-    let mut first = 0;
-    while first < rows {
-        // CTAs begin at multiples of their rows, so that none has rows of two pages.
-        let start = (first_position + first) / of_cta * of_cta;
-        let count = (start + at_once * of_cta).min(end) - first_position - first;
-        let from = ((at + first) * row) as u64;
-        let arguments = RowsArguments {
-            q: q.address() + from,
-            sinks: heads.sinks()?,
-            out: out.address() + from,
-            partial: workspace.partial.address(),
-            arrived: workspace.arrived.address(),
-            pages,
-            group: group as i32,
-            rows: int("rows", count)?,
-            first_position: int("the position", first_position + first)?,
-            window: heads.window()?,
-            cap: heads.cap_log2(),
-            split_pages: SPLIT_PAGES as i32,
-            has_keys: i32::from(heads.own_kv_heads() > 0),
-        };
-        let row_blocks = (first_position + first + count - start).div_ceil(of_cta);
-        let launch = Launch {
-            shared: (q_bytes + prompt_stages(dim) * stage_bytes(dim, kv)) as u32,
-            ..Launch::new([head_blocks as u32, row_blocks as u32, splits as u32], 128)
-        };
-        // SAFETY: sizes were checked; the caller vouches for blocks.
-        unsafe { launch.of(kernel).run(gpu, &arguments)? };
-        first += count;
-    }
-    Ok(())
 }

@@ -45,7 +45,8 @@ pub use adapter::{
     AdapterTable, AdapterTiles, adapted_glu, expand, expand_norm, shrink,
 };
 pub use attention::{
-    SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored, prefill, store, store_rows,
+    SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored, fixed_attention_units, prefill,
+    store, store_rows,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{

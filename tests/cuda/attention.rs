@@ -304,7 +304,8 @@ fn divisions(gpu: &Gpu, h: &Heads<'_>, kv: KvType) -> impl Iterator<Item = Split
         gpu.arch().0 >= 9 && matches!(unit, Unit::AttentionDecode | Unit::AttentionDecodeF8);
     let cluster = has_clusters.then_some(SplitKv::Cluster);
     let splits = [1, 2, 3, 8].map(SplitKv::Splits);
-    splits.into_iter().chain(cluster)
+    let fixed = SplitKv::fixed(2048);
+    splits.into_iter().chain(cluster).chain([fixed])
 }
 
 /// A sequence whose rows a cache of the device takes.
@@ -328,32 +329,38 @@ impl Cached<'_> {
         format!("{kernel} {heads}/{kv_heads} heads of {dim} ({rotary_dim}), window {window:?}")
     }
 
-    /// Runs all rows but the last: a prefix in one call, and the rest in another.
+    /// Runs all rows but the last by both kernels of prompts: a prefix in one call, and the rest in another.
     fn check_prefill(&self, prefix: usize) {
         let Cached { gpu, s, h, pages } = self;
         let (last, width) = (s.len() - 1, s.width());
         let q = poisoned(gpu, s.len() * width * 2);
-        let out = poisoned(gpu, s.len() * width * 2);
         let qkv = upload(gpu, &s.qkv);
-        if prefix > 0 {
-            cuda::store(gpu, h, pages, &qkv, 0, prefix, 0, &q).unwrap();
-            cuda::prefill(gpu, h, pages, &q, 0, prefix, 0, &out).unwrap();
+        let attend = [cuda::prefill, cuda::attend_rows];
+        let outs = attend.map(|_| poisoned(gpu, s.len() * width * 2));
+        for (at, rows) in [(0, prefix), (prefix, last - prefix)] {
+            if rows == 0 {
+                continue;
+            }
+            cuda::store(gpu, h, pages, &qkv, at, rows, at, &q).unwrap();
+            for (attend, out) in attend.iter().zip(&outs) {
+                attend(gpu, h, pages, &q, at, rows, at, out).unwrap();
+            }
         }
-        cuda::store(gpu, h, pages, &qkv, prefix, last - prefix, prefix, &q).unwrap();
-        cuda::prefill(gpu, h, pages, &q, prefix, last - prefix, prefix, &out).unwrap();
-        let got = read_f16(&out, last * width);
-        for position in [
-            0,
-            prefix.saturating_sub(1),
-            prefix,
-            (prefix + last) / 2,
-            last - 1,
-        ] {
-            let what = format!("{}, position {position}", self.what("prefill"));
-            let got = &got[position * width..(position + 1) * width];
-            assert_close(got, &s.attend(position), ATTENTION, &what);
+        for (kernel, out) in ["prefill", "rows"].into_iter().zip(&outs) {
+            let got = read_f16(out, last * width);
+            for position in [
+                0,
+                prefix.saturating_sub(1),
+                prefix,
+                (prefix + last) / 2,
+                last - 1,
+            ] {
+                let what = format!("{}, position {position}", self.what(kernel));
+                let got = &got[position * width..(position + 1) * width];
+                assert_close(got, &s.attend(position), ATTENTION, &what);
+            }
+            assert!(got.iter().all(|v| v.is_finite()), "a row was not written");
         }
-        assert!(got.iter().all(|v| v.is_finite()), "a row was not written");
     }
 
     /// Runs the last rows again as a layer does that has queries alone.

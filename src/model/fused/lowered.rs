@@ -43,9 +43,6 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
         Unit::Argmax,
         Unit::Draw,
     ];
-    if deterministic {
-        units.push(Unit::AttentionRows);
-    }
     if spec.drafter.is_some() {
         units.push(Unit::DrafterRows);
     }
@@ -70,7 +67,12 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);
     }
     for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
-        for unit in attention_units(spec, attention, KvType::F16) {
+        let [decode, prefill, store] = attention_units(spec, attention, KvType::F16);
+        let [decode, prefill] = match deterministic {
+            true => cuda::fixed_attention_units(decode),
+            false => [decode, prefill],
+        };
+        for unit in [decode, prefill, store] {
             if !units.contains(&unit) {
                 units.push(unit);
             }

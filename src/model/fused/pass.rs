@@ -425,9 +425,9 @@ impl<'a> FusedPass<'a> {
                 }
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
-                    let (q, out, splits) = (&memory.inner, &memory.input, &memory.splits);
+                    let (q, out) = (&memory.inner, &memory.input);
                     let pages = pages(chunk.sequence)?;
-                    cuda::attend_rows(gpu, &heads, &pages, q, at, rows, chunk.first, splits, out)
+                    cuda::attend_rows(gpu, &heads, &pages, q, at, rows, chunk.first, out)
                 })
             }
             _ => bail!(

@@ -1,9 +1,10 @@
-// kernels/rope/store.cuh, kernels/attention/{prefill,decode,rows}.cuh and kernels/attention/reference.cu on the CPU, against attention in f64: the
+// kernels/rope/store.cuh, kernels/attention/{prefill,decode}.cuh and kernels/attention/reference.cu on the CPU, against attention in f64: the
 // sources as they ship, with their instructions emulated as the PTX ISA describes them. A sequence is filled by two prefills and continued
 // by several tokens at once, and by one token at a time. In 8 bits the codes in the cache are taken as they are, and each is compared
 // with the element that it stands for. Prints "ok" or the first error.
 #include "cuda.hpp"
 
+#include "attention/splits.cuh"
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
 #include "common/pages.cuh"
@@ -21,8 +22,6 @@ extern u16 shared[] asm("shared");
 namespace decode {
 extern char shared[] asm("shared");
 #include "attention/decode.cuh"
-#include "attention/rows.cuh"
-#undef ROWS_OF
 }
 // Static shared memory may outlive its block, as no two blocks run at once.
 #undef __shared__
@@ -211,15 +210,16 @@ struct Sequence {
     template <int D>
     void attend(const char* what, const std::vector<u16>& q, int first, int rows) {
         std::vector<u16> out(q.size(), 0x7e00);
-        prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f};
-        launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::WARPS * WARP, [&] { prefill::run<D, E>(p); });
+        prefill::Arguments p = {q.data(), sink(), out.data(), arguments(), heads, rows, first, window, cap * 1.44269504f, 0};
+        launch(heads, ceil_div(rows, prefill::ROWS<D>), 1, prefill::MOST_WARPS * WARP, [&] { prefill::run<D, E>(p); });
         if (compares) compare(what, out, first, rows);
     }
-    // Rows of which each has the bits that it has as a single token, whichever rows are beside it, with splits of one page. All rows are stored.
-    // Without keys they are those of a layer that has queries alone.
+    // Rows of which each has the bits that it has as a single token, whichever rows are beside it, with splits of one page or two. All rows are
+    // stored. Without keys they are those of a layer that has queries alone.
     template <int D, bool LIMITED, int ROTARY>
     void rows_as_tokens(int first, int rows, bool has_keys = true) {
-        constexpr int SPLITS = 8, PAGES = 1;
+        constexpr int SPLITS = 8, RING = HAS_SCALES<E> ? 2 : 1;
+        const int split_pages = 1 + length % 2;
         const float log2 = scale() * 1.44269504f, cap_log2 = cap * 1.44269504f;
         int group = heads / kv_heads, blocks = kv_heads * ceil_div(group, decode::HEADS);
         const float *q_weight = normed ? q_norm.data() : nullptr, *k_weight = normed ? k_norm.data() : nullptr;
@@ -228,34 +228,52 @@ struct Sequence {
         std::vector<u16> tokens(rows * row_outputs, 0x7e00), q(tokens), at_once(tokens), in_parts(tokens);
         for (int i = 0; i < rows; i++) {
             int position = first + i;
+            // A token that an earlier kernel has stored has no other bits than one that the kernel stores.
+            bool stored = i % 3 == 0;
+            if (has_keys && !stored) spoil(arguments(), 0, position);
             std::vector<float> partial((size_t)blocks * SPLITS * decode::HEADS * (D + 2), NAN);
             std::vector<u32> arrived(blocks);
             decode::Arguments d = {&own[i * row_values], q_weight, k_weight, sink(), &position, &tokens[i * row_outputs], partial.data(), arrived.data(),
-                                   options(), row(has_keys), arguments(), group, log2, cap_log2, window, 0, 0, PAGES};
-            launch(blocks, 1, SPLITS, decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, 2, 1, false, E>(d); });
+                                   options(), row(has_keys), arguments(), group, log2, cap_log2, window, 0, stored, split_pages};
+            auto launch_ring = [&](auto ring) {
+                launch(blocks, 1, SPLITS, decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, ring(), 1, false, E, true>(d); });
+            };
+            if (i % 2 == 0) {
+                launch_ring(std::integral_constant<int, 2 * RING>());
+            } else {
+                launch_ring(std::integral_constant<int, RING>());
+            }
+            for (u32 n : arrived) {
+                if (n != 0) printf("D = %d: %u blocks of a token are still counted\n", D, n), exit(1);
+            }
         }
         store::Arguments s = {own.data(), q_weight, nullptr, q.data(), options(), row(false), arguments(), heads, rows, first, log2};
         s.row.all = (int)row_values / D;
         launch(rows, ceil_div(heads, store::WARPS), 1, store::WARPS * WARP, [&] { store::heads<D, ROTARY, E>(s); });
-        auto attend = [&](int from, int count, std::vector<u16>& out) {
-            constexpr int TILES = decode::COLUMN_TILES<D>;
-            int columns = group > 4 ? 8 : group > 2 ? 4 : group, of_block = TILES * decode::HEADS / columns;
-            int row_blocks = (first + from + count - 1) / of_block - (first + from) / of_block + 1;
-            std::vector<float> partial((size_t)blocks * row_blocks * TILES * SPLITS * decode::HEADS * (D + 2), NAN);
-            std::vector<u32> arrived(blocks * row_blocks);
-            decode::RowsArguments r = {&q[from * row_outputs], sink(), &out[from * row_outputs], partial.data(), arrived.data(), arguments(), group, count,
-                                       first + from, window, cap_log2, PAGES, has_keys};
-            launch(blocks, row_blocks, SPLITS, decode::PAGE_WARPS * WARP, [&] { decode::attend_rows<D, D <= 128 ? 2 : 1, E>(r); });
-            for (u32 n : arrived) {
-                if (n != 0) printf("D = %d: %u blocks of rows are still counted\n", D, n), exit(1);
-            }
+        auto attend = [&](auto warps, int from, int count, std::vector<u16>& out) {
+            constexpr int WARPS = warps(), OF_BLOCK = prefill::ROWS<D, true, WARPS>;
+            int row_blocks = (first + from + count - 1) / OF_BLOCK - (first + from) / OF_BLOCK + 1;
+            prefill::Arguments p = {&q[from * row_outputs], sink(), &out[from * row_outputs], arguments(), heads, count, first + from, window, cap_log2, split_pages};
+            launch(heads, row_blocks, 1, WARPS * WARP, [&] { prefill::run<D, E, true, WARPS>(p); });
         };
-        attend(0, rows, at_once);
-        for (int i = 0, count = 1; i < rows; i += count++) count = std::min(count, rows - i), attend(i, count, in_parts);
+        std::integral_constant<int, prefill::MOST_WARPS> all_warps;
+        std::integral_constant<int, prefill::MOST_WARPS / (D <= 128 ? 2 : 1)> half;
+        attend(all_warps, 0, rows, at_once);
+        for (int i = 0, count = 1; i < rows; i += count++) count = std::min(count, rows - i), attend(half, i, count, in_parts);
         compare(has_keys ? "rows as tokens" : "rows of queries as tokens", at_once, first, rows);
         if (at_once != tokens || in_parts != tokens) {
             printf("D = %d, rows from %d on, %d heads (%d): %s have other bits than tokens\n", D, first, heads, kv_heads, at_once != tokens ? "rows at once" : "rows in parts");
             exit(1);
+        }
+    }
+    // Overwrites what is stored of a token of a sequence.
+    void spoil(const Pages& pages, int sequence, int position) {
+        for (int h = 0; h < kv_heads; h++) {
+            for (int j = 0; j < D; j++) {
+                keys_of<E>(pages, D, sequence, position, h)[j] = to_element<E>(1, 1);
+                values_of<E>(pages, D, sequence, position, h)[j * PAGE] = to_element<E>(1, 1);
+            }
+            for (int v = 0; HAS_SCALES<E> && v < 2; v++) scales_of(pages, D, sequence, position, h)[v * kv_heads * PAGE] = 3;
         }
     }
     // Keys, values and queries in f32; the cache rounds to f16.
@@ -318,15 +336,7 @@ struct Sequence {
                    CLUSTER ? splits : 1);
             compare("tokens at once", out, first, rows);
             // What is stored a second time was spoiled before.
-            for (int i = 0; i < rows; i++) {
-                for (int h = 0; h < kv_heads; h++) {
-                    for (int j = 0; j < D; j++) {
-                        keys_of<E>(pages, D, i, positions[i], h)[j] = to_element<E>(1, 1);
-                        values_of<E>(pages, D, i, positions[i], h)[j * PAGE] = to_element<E>(1, 1);
-                    }
-                    for (int v = 0; HAS_SCALES<E> && v < 2; v++) scales_of(pages, D, i, positions[i], h)[v * kv_heads * PAGE] = 3;
-                }
-            }
+            for (int i = 0; i < rows; i++) spoil(pages, i, positions[i]);
         }
     }
     template <int D, bool LIMITED, int ROTARY>

@@ -261,6 +261,10 @@ inline void store_shared_16(u32 address, uint4 v) {
     if (address % 16) printf("16 bytes to shared memory at %u\n", address), exit(1);
     memcpy(shared + address, &v, sizeof v);
 }
+inline void store_shared_8(u32 address, uint2 v) {
+    if (address % 8) printf("8 bytes to shared memory at %u\n", address), exit(1);
+    memcpy(shared + address, &v, sizeof v);
+}
 inline void store_shared_float(u32 address, float v) { memcpy(shared + address, &v, sizeof v); }
 inline float load_shared_float(u32 address) { return load_shared<float>(address); }
 inline u32 load_shared_2(u32 address) { return load_shared<u16>(address); }
