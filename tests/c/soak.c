@@ -1,10 +1,9 @@
 /* Endurance: soak MODEL_DIR SECONDS SEED [cpu|cuda:0], on a GPU with `deterministic`. A child runs random calls on random sessions, in threads
  * and in a queue, in less memory than they want, while its parent stops and continues it. Canaries, generations whose tokens were recorded
- * before, say the same under the load, each within 30 s. From time to time all sessions are released: then no block is in use, and memory is
- * what it was. Choices depend on the seed, the thread and the number of the call alone. */
+ * before, give the same tokens under the load, each within 30 s. From time to time all sessions are released: then no block is in use, and
+ * memory is what it was. Choices follow from the seed, the thread and the number of the call. */
 #define _GNU_SOURCE
 #include "check.h"
-#include <errno.h>
 #include <malloc.h>
 #include <pthread.h>
 #include <signal.h>
@@ -32,7 +31,7 @@ enum {
 };
 
 /* Numbers of the streams of choices; tenants and watchers follow. */
-enum { OF_PARENT = 1, OF_QUEUE, OF_VANDAL, OF_CANARIES, OF_TENANTS = 100, OF_WATCHERS = 200 };
+enum { OF_PARENT = 1, OF_QUEUE, OF_DISTURBER, OF_CANARIES, OF_TENANTS = 100, OF_WATCHERS = 200 };
 
 /* Memory that parent and child share. */
 typedef struct {
@@ -108,7 +107,7 @@ static size_t below(Random *random, size_t bound)
     return (size_t)(next(random) % bound);
 }
 
-/* Waits. */
+/* Seconds between `from` and `to`. */
 static double seconds_of(Random *random, double from, double to)
 {
     return from + (to - from) * (double)(next(random) >> 11) * 0x1p-53;
@@ -134,7 +133,7 @@ static size_t make_prompt(Random *random, size_t most, int32_t *out)
     return length;
 }
 
-/* How to generate, without the seed that a new one would have. */
+/* Options with a fixed seed, where the default is a new one. */
 static NVFP4_GenerateOptions how(size_t most)
 {
     NVFP4_GenerateOptions options;
@@ -192,7 +191,7 @@ static int32_t hear(void *user, const NVFP4_TokenEvent *event)
     return 0;
 }
 
-/* Copies the session to memory and back, and releases one of the two. */
+/* Copies a session to memory and back. */
 static NVFP4_Status store(NVFP4_Session *session, const NVFP4_CallOptions *call, NVFP4_Session **out)
 {
     size_t length = 0;
@@ -220,8 +219,8 @@ static NVFP4_Status steps(NVFP4_Session *session, const NVFP4_GenerateOptions *o
     return status;
 }
 
-/* Says what a canary says, in the second part of some ways in another session. */
-static NVFP4_Status sing(const Canary *canary, int way, size_t first, NVFP4_Session **session, Said *said)
+/* Generates the tokens of a canary. Some ways end in another session, which replaces the first. */
+static NVFP4_Status generate(const Canary *canary, int way, size_t first, NVFP4_Session **session, Said *said)
 {
     NVFP4_GenerateOptions options = options_of(canary, TOKENS), part = options_of(canary, first);
     NVFP4_Session *other = NULL;
@@ -257,7 +256,7 @@ static void compare(const Canary *canary, const char *where, const int32_t *said
                  canary->eviction, (double)canary->temperature, canary->prompt_length);
 }
 
-static void in_time(double since, int singer)
+static void in_time(double since, int watcher)
 {
     const double seconds = now() - since;
     unsigned long ms = (unsigned long)(1e3 * seconds), longest = atomic_load(&longest_ms);
@@ -265,7 +264,7 @@ static void in_time(double since, int singer)
         continue;
     if (seconds > PATIENCE)
         fail("a canary took %.1f s", seconds);
-    atomic_fetch_add(&shared->canaries[singer], 1);
+    atomic_fetch_add(&shared->canaries[watcher], 1);
 }
 
 /* Memory that idle sessions and prompts hold may be refused to a generation that runs alone. */
@@ -275,7 +274,7 @@ static int is_refused(NVFP4_Status status)
     return status == NVFP4_OUT_OF_MEMORY;
 }
 
-static void run_canary(Random *random, int singer)
+static void run_canary(Random *random, int watcher)
 {
     static const char *const names[WAYS] = {"at once", "by steps", "forked", "stored", "cut"};
     const Canary *canary = &canaries[below(random, canary_count)];
@@ -288,28 +287,28 @@ static void run_canary(Random *random, int singer)
     NVFP4_Status status;
     do {
         NVFP4_Session *session = session_of(canary, is_private);
-        status = sing(canary, way, first, &session, &said);
+        status = generate(canary, way, first, &session, &said);
         if (status != NVFP4_OK && !is_refused(status))
             fail("canary %s gave %s: %s", names[way], NVFP4_status_name(status), NVFP4_last_error());
         MUST(NVFP4_session_release(session));
         if (status != NVFP4_OK)
             nap(1e-3);
     } while (status != NVFP4_OK && now() - since < PATIENCE + 1);
-    in_time(since, singer);
+    in_time(since, watcher);
     compare(canary, names[way], said.tokens, said.count);
 }
 
 /* Whether sessions of this type can run. */
 static int runs(int32_t kv_type)
 {
-    const Canary canary = {.kv_type = kv_type, .prompt_length = 1};
+    const int32_t token = 0;
     NVFP4_SessionOptions options;
     NVFP4_Session *session = NULL;
     MUST(NVFP4_session_options_init(&options, sizeof options));
-    options.kv_type = canary.kv_type;
+    options.kv_type = kv_type;
     NVFP4_Status status = NVFP4_session_create(model, &options, &session);
     if (status == NVFP4_OK) {
-        status = NVFP4_session_prefill(session, canary.prompt, 1, NULL);
+        status = NVFP4_session_prefill(session, &token, 1, NULL);
         MUST(NVFP4_session_release(session));
     }
     if (status != NVFP4_OK && status != NVFP4_UNSUPPORTED && status != NVFP4_INVALID_ARGUMENT)
@@ -331,7 +330,7 @@ static void record(void)
                 canary->context = windowed ? 40 : context;
                 canary->prompt_length = make_prompt(&random, windowed ? 30 : context * 3 / 4, canary->prompt);
                 NVFP4_Session *session = session_of(canary, 1);
-                MUST(sing(canary, AT_ONCE, 0, &session, &said));
+                MUST(generate(canary, AT_ONCE, 0, &session, &said));
                 MUST(NVFP4_session_release(session));
                 if (said.count != TOKENS)
                     fail("a canary has %zu tokens in place of %d", said.count, TOKENS);
@@ -358,10 +357,10 @@ static int goes_on(void (*drain)(void *), void *user)
 
 static void *watch_canaries(void *number)
 {
-    const int singer = *(const int *)number;
+    const int watcher = *(const int *)number;
     for (uint64_t call = 0; goes_on(NULL, NULL); call++) {
-        Random random = random_of(OF_WATCHERS + (uint64_t)singer, call);
-        run_canary(&random, singer);
+        Random random = random_of(OF_WATCHERS + (uint64_t)watcher, call);
+        run_canary(&random, watcher);
     }
     return NULL;
 }
@@ -464,7 +463,7 @@ static int32_t interrupt(void *user, const NVFP4_TokenEvent *event)
     return 0;
 }
 
-/* Sampling at random, with what changes logits. */
+/* Random options, some of which change logits. */
 static NVFP4_GenerateOptions random_how(Random *random, size_t most, const NVFP4_CallOptions *call)
 {
     static const int32_t biased[] = {5, 17, 120};
@@ -498,7 +497,7 @@ static void count(const NVFP4_GenerationResult *result)
     atomic_fetch_add(&cancels, result->finish == NVFP4_FINISH_CANCELLED);
 }
 
-/* A session of all kinds of calls says greedily what a new one says that is given its tokens. */
+/* A session after any calls generates greedily what a new session generates that is given its tokens. */
 static void check_one(Random *random, Slot *slot, NVFP4_Session *session)
 {
     static _Thread_local int32_t tokens[CONTEXT];
@@ -582,7 +581,8 @@ static void score(Random *random, Slot *slot, NVFP4_Session *session)
 
 static void act(Random *random, Tenant *tenant)
 {
-    enum { PREFILL, MORE, GENERATE, MOST_GENERATE = GENERATE + 4, DECODE, STEP, FORK, TRUNCATE, STORE, LEAVE, CHAT, SCORE, CHECK_ONE, KINDS = CHECK_ONE + 3 };
+    /* Generations and comparisons are more frequent. */
+    enum { PREFILL, MORE, GENERATE, LAST_GENERATE = GENERATE + 4, DECODE, STEP, FORK, TRUNCATE, STORE, LEAVE, CHAT, SCORE, COMPARE, KINDS = COMPARE + 3 };
     static _Thread_local int32_t prompt[CONTEXT];
     size_t kind = below(random, KINDS), place = below(random, SLOTS), before, length;
     Slot *slot = &tenant->slots[place], *other = &tenant->slots[(place + 1) % SLOTS];
@@ -609,7 +609,7 @@ static void act(Random *random, Tenant *tenant)
         if (!came(NVFP4_session_prefill(session, prompt, length, &call), slot, session, "prefill") && atomic_load(&slot->session) == session &&
             length_of(slot, session) != before && atomic_load(&slot->session) == session)
             fail("a prompt that failed left another length than %zu", before);
-    } else if (kind >= GENERATE && kind <= MOST_GENERATE) {
+    } else if (kind >= GENERATE && kind <= LAST_GENERATE) {
         interruption.session = session;
         if (came(NVFP4_session_generate(session, &options, interrupt, &interruption, &result), slot, session, "generate"))
             count(&result);
@@ -652,11 +652,11 @@ static void *live(void *user)
     return NULL;
 }
 
-/* Cancels calls of tenants, and releases their sessions, whatever these do meanwhile. */
-static void *vandalize(void *user)
+/* Cancels calls of tenants, and releases their sessions, also during calls. */
+static void *disturb(void *user)
 {
     for (uint64_t call = 0; goes_on(NULL, NULL); call++) {
-        Random random = random_of(OF_VANDAL, call);
+        Random random = random_of(OF_DISTURBER, call);
         Tenant *tenant = &tenants[below(&random, TENANTS)];
         if (below(&random, 4) != 0) {
             MUST(NVFP4_cancel_trigger(tenant->cancel));
@@ -783,7 +783,8 @@ static void drain_queue(void *user)
             MUST(NVFP4_session_release(client->session));
         client->session = NULL;
     }
-    MUST(NVFP4_queue_release(queue));
+    if (queue != NULL)
+        MUST(NVFP4_queue_release(queue));
     queue = NULL;
 }
 
@@ -936,7 +937,7 @@ static int run(double seconds)
         numbers[i] = i;
         pthread_create(&threads[started++], NULL, watch_canaries, &numbers[i]);
     }
-    pthread_create(&threads[started++], NULL, vandalize, NULL);
+    pthread_create(&threads[started++], NULL, disturb, NULL);
     pthread_create(&threads[started++], NULL, serve, NULL);
     atomic_store(&shared->runs, 1);
     const double begin = now(), pause = seconds < 12 ? seconds / 6 : seconds < 180 ? 2 : seconds / 90;
@@ -946,7 +947,7 @@ static int run(double seconds)
         atomic_store(&draining, 1);
         pthread_barrier_wait(&drained);
         last = idle_point();
-        /* Until the second one, caches and threads come into being. */
+        /* Caches fill and threads start until the second one. */
         if (++points == 2)
             first = last;
         if (points > 2 && last.counted > first.counted)
