@@ -198,16 +198,25 @@ static int32_t hear(void *user, const NVFP4_TokenEvent *event)
     return 0;
 }
 
-/* Copies a session to memory and back. */
-static NVFP4_Status store(NVFP4_Session *session, const NVFP4_CallOptions *call, NVFP4_Session **out)
+static void release(NVFP4_Session **session)
+{
+    if (*session != NULL)
+        MUST(NVFP4_session_release(*session));
+    *session = NULL;
+}
+
+/* Copies a session to memory and back. If it `moves`, the first one is released between. */
+static NVFP4_Status store(NVFP4_Session **session, int moves, const NVFP4_CallOptions *call, NVFP4_Session **out)
 {
     size_t length = 0;
     uint8_t *bytes = NULL;
-    NVFP4_Status status = NVFP4_session_save_bytes(session, NULL, 0, &length, call);
+    NVFP4_Status status = NVFP4_session_save_bytes(*session, NULL, 0, &length, call);
     if (status == NVFP4_OK && (bytes = malloc(length)) == NULL)
         fail("no memory for %zu bytes of a session", length);
     if (status == NVFP4_OK)
-        status = NVFP4_session_save_bytes(session, bytes, length, &length, call);
+        status = NVFP4_session_save_bytes(*session, bytes, length, &length, call);
+    if (status == NVFP4_OK && moves)
+        release(session);
     if (status == NVFP4_OK)
         status = NVFP4_session_restore_bytes(model, bytes, length, call, out);
     free(bytes);
@@ -244,9 +253,9 @@ static NVFP4_Status generate(const Canary *canary, int way, size_t first, NVFP4_
         said->count = first;
         status = NVFP4_session_truncate(*session, canary->prompt_length + first);
     } else {
-        status = way == FORKED ? NVFP4_session_fork(*session, &other) : store(*session, NULL, &other);
+        status = way == FORKED ? NVFP4_session_fork(*session, &other) : store(session, 1, NULL, &other);
         if (status == NVFP4_OK) {
-            MUST(NVFP4_session_release(*session));
+            release(session);
             *session = other;
         }
     }
@@ -312,7 +321,7 @@ static void run_canary(Random *random, int watcher)
         status = generate(canary, way, first, &session, &said);
         if (status != NVFP4_OK && !is_refused(status))
             fail("canary %s gave %s: %s", names[way], NVFP4_status_name(status), NVFP4_last_error());
-        MUST(NVFP4_session_release(session));
+        release(&session);
         if (status != NVFP4_OK)
             nap(1e-3);
     } while (status != NVFP4_OK && !is_late(&since));
@@ -350,7 +359,7 @@ static void record(void)
                 canary->temperature = drawn ? 0.9f : 0;
                 canary->eviction = windowed ? NVFP4_EVICTION_SLIDING_WINDOW : NVFP4_EVICTION_ERROR;
                 canary->context = windowed ? 40 : context;
-                canary->prompt_length = make_prompt(&random, windowed ? 30 : context * 3 / 4, canary->prompt);
+                canary->prompt_length = make_prompt(&random, windowed ? 30 : context / 2, canary->prompt);
                 NVFP4_Session *session = session_of(canary, 1);
                 MUST(generate(canary, AT_ONCE, 0, &session, &said));
                 MUST(NVFP4_session_release(session));
@@ -621,8 +630,11 @@ static void act(Random *random, Tenant *tenant)
     session = atomic_load(&slot->session);
     if (session == NULL || (before = length_of(slot, session)) == SIZE_MAX)
         return;
+    /* Sessions that do nothing shall leave room for canaries, whose prompts are refused memory rather than wait for it. */
     if (before == 0 && !slot->chats)
         kind = PREFILL;
+    else if (before > context / 2)
+        kind = TRUNCATE;
     else if (slot->chats && kind != FORK && kind != STORE && kind != LEAVE && kind != SCORE)
         kind = CHAT;
     if (kind == PREFILL || kind == MORE) {
@@ -650,7 +662,7 @@ static void act(Random *random, Tenant *tenant)
     } else if (kind == TRUNCATE) {
         came(NVFP4_session_truncate(session, below(random, before)), slot, session, "truncate");
     } else if (kind == STORE) {
-        if (came(store(session, &call, &second), slot, session, "store"))
+        if (came(store(&session, 0, &call, &second), slot, session, "store"))
             take(other, second, slot->kv_type, slot->chats);
     } else if (kind == LEAVE) {
         leave(slot);
@@ -720,6 +732,7 @@ static void open_queue(void)
 
 static void end_of(Client *client, const NVFP4_QueueEvent *event)
 {
+    size_t length = 0;
     client->open = 0;
     if (event->status != NVFP4_OK && !is_refused(event->status) && (client->canary != NULL || event->status != NVFP4_CONTEXT_FULL))
         fail("a generation of the queue gave %s: %.*s", NVFP4_status_name(event->status), (int)event->text_length, event->text);
@@ -729,9 +742,10 @@ static void end_of(Client *client, const NVFP4_QueueEvent *event)
         compare(client->canary, "in a queue", client->said.tokens, client->said.count);
         in_time(&client->since, WATCHERS);
     }
-    if (client->session != NULL && (client->canary != NULL || event->status != NVFP4_OK)) {
-        MUST(NVFP4_session_release(client->session));
-        client->session = NULL;
+    if (client->session != NULL) {
+        MUST(NVFP4_session_length(client->session, &length));
+        if (client->canary != NULL || event->status != NVFP4_OK || length > context / 3)
+            release(&client->session);
     }
     if (event->status == NVFP4_OK)
         client->canary = NULL;
@@ -776,8 +790,7 @@ static void submit(Random *random, Client *client)
             in_time(&client->since, WATCHERS);
         const Canary *canary = client->canary;
         const NVFP4_GenerateOptions options = options_of(canary, TOKENS);
-        if (client->session != NULL)
-            MUST(NVFP4_session_release(client->session));
+        release(&client->session);
         client->session = session_of(canary, 0);
         MUST(NVFP4_queue_generate(queue, client->session, canary->prompt, canary->prompt_length, &options, &when, &client->generation));
         return;
@@ -801,9 +814,7 @@ static void drain_queue(void *user)
             MUST(NVFP4_queue_cancel(queue, client->generation));
         while (client->open)
             take_events(10);
-        if (client->session != NULL)
-            MUST(NVFP4_session_release(client->session));
-        client->session = NULL;
+        release(&client->session);
     }
     if (queue != NULL)
         MUST(NVFP4_queue_release(queue));
@@ -824,8 +835,7 @@ static void *serve(void *user)
             if (chance < 2)
                 MUST(NVFP4_queue_cancel(queue, client->generation));
             else if (chance == 2 && client->session != NULL) {
-                MUST(NVFP4_session_release(client->session));
-                client->session = NULL;
+                release(&client->session);
                 atomic_fetch_add(&releases, 1);
             }
         }
