@@ -599,6 +599,29 @@ fn a_cancelled_prefill_changes_nothing() {
     }
 }
 
+/// A cancel that comes after the last pass leaves no logits of the tokens that are gone, which a recurrent model cannot cut off its state.
+#[test]
+fn a_prefill_cancelled_at_its_end_changes_nothing() {
+    let at_the_end = |p: Progress| match p.done == p.total {
+        true => ControlFlow::Break(()),
+        false => ControlFlow::Continue(()),
+    };
+    let watch = Watch {
+        progress: Some(&at_the_end),
+        ..Watch::default()
+    };
+    for case in ["qwen3_tied", "qwen35_tied"] {
+        let model = load(case);
+        let mut session = filled(&model, 6);
+        // The last generated token is pending.
+        generate(&mut session, &drawn(5));
+        let mut cancelled = session.fork().unwrap();
+        let result = watch.during(|| cancelled.prefill(&some_tokens(&model, 9)));
+        expect_kind(result, ErrorKind::Cancelled, "cancelled");
+        assert_eq!(state(&mut cancelled), state(&mut session), "{case}");
+    }
+}
+
 #[test]
 fn a_prompt_says_how_far_it_is() {
     let model = load("qwen3_tied");

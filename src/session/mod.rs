@@ -411,10 +411,12 @@ impl Session {
             if let Err(e) = self.flush().and_then(|()| call::check()) {
                 self.cache.truncate(before.min(self.cache.len()))?;
                 self.tokens.truncate(before);
-                // Logits are those of a cache that holds every token.
-                if self.cache.len() == before && self.cache.weights() == weights {
-                    self.next = next;
-                }
+                // Logits are those of a cache that holds every token. A call that is cancelled after its last pass has those of tokens that
+                // are gone.
+                self.next = match self.cache.len() == before && self.cache.weights() == weights {
+                    true => next,
+                    false => Next::default(),
+                };
                 return Err(e);
             }
         }

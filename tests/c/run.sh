@@ -20,6 +20,12 @@ mkdir "$work/scratch"
 long=$work/long
 cp -r "$model" "$long"
 sed -i 's/"max_position_embeddings": 256/"max_position_embeddings": 8192/' "$long/config.json"
+# A recurrent model and one with windows, likewise.
+recurrent=$work/recurrent windowed=$work/windowed
+cp -r "${model%/*}/qwen35_tied" "$recurrent"
+cp -r "${model%/*}/mistral_window" "$windowed"
+cp "$model/tokenizer.json" "$recurrent"
+sed -i 's/"max_position_embeddings": 256/"max_position_embeddings": 8192/' "$recurrent/config.json" "$windowed/config.json"
 # One that thinks, calls a tool and answers.
 thinker=$work/thinker
 python3 tests/common/thinker.py "$thinker" || exit 1
@@ -331,6 +337,9 @@ steps=25
 # Generations of a queue that are cancelled or released at random.
 storms=2000
 [ -z "${NVFP4_LONG-}" ] || storms=10000
+# Seconds of random load for each of three models.
+soaks=8
+[ -z "${NVFP4_LONG-}" ] || soaks=100
 
 # The programs to run, each as NAME and then its command. The tests in C are compiled as two languages, and run as one.
 programs=()
@@ -340,7 +349,7 @@ for std in c99 c11; do
     done
     check "two units as $std" compile $std two_units two_units_a.c two_units_b.c
 done
-for name in fork limits stack storm leave hosts pool; do
+for name in fork limits stack storm leave hosts pool soak; do
     check "$name compiles as c11" compile c11 $name $name.c
 done
 for name in unload copies; do
@@ -375,6 +384,8 @@ programs+=("logging $work/logging-c11" "tensors $work/tensors-c11" "linear $work
     "limits $work/limits-c11 $model $work/scratch $steps"
     "limits-deep $work/limits-c11 $work/deep $work/scratch $((steps / 2))"
     "stack $work/stack-c11 $work/deep $work/scratch" "storm $work/storm-c11 $model $work/scratch" "leave $work/leave-c11 $model" "pool $work/pool-c11 $model"
+    "soak $work/soak-c11 $long $soaks 1" "soak-recurrent $work/soak-c11 $recurrent $soaks 2" "soak-windowed $work/soak-c11 $windowed $soaks 3"
+    "soak-cuda $work/soak-c11 $long $soaks 4 cuda:0" "soak-recurrent-cuda $work/soak-c11 $recurrent $soaks 5 cuda:0"
     "hosts $work/hosts-c11 $model $work/scratch" "constructor $work/constructor-c11 $work/libconstructor.so"
     "unload $work/unload-c11 $library $model" "copies $work/copies-c11 $library $model $work/scratch"
     "wrapper $work/wrapper-c++17 $model $work/scratch $thinker" "wrapper-c++20 $work/wrapper-c++20 $model $work/scratch $thinker")
@@ -457,6 +468,8 @@ if command -v valgrind >/dev/null; then
         */queue-*) check "$name under valgrind" "${under[@]}" "$1" "$2" 100 ;;
         # Fewer races, likewise.
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 40 ;;
+        # Threads of a load that take turns are none.
+        */soak-*) ;;
         # An interrupt would end valgrind, and the wrapper allocates the same under both standards, and in the examples.
         interrupted | */wrapper-c++20) ;;
         converse | converses | thinks | calls | structures | shows_sampling | fails | serve | plugged | trains) helper=$1 && shift && check "$name under valgrind" "$helper" "${under[@]}" "$@" ;;
