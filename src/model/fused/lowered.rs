@@ -44,7 +44,7 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
         Unit::Draw,
     ];
     if deterministic {
-        units.push(Unit::AttentionRows);
+        units.extend([Unit::AttentionRows, Unit::LinearSkinnyRanges]);
     }
     if spec.drafter.is_some() {
         units.push(Unit::DrafterRows);
