@@ -1,6 +1,5 @@
-// The skinny GEMM of deterministic plans on Hopper: rows have the bits that linear/wide.cu gives them. A range of K is added up by tensor cores
-// in the same order, the chain of a warp or of two after each other, and the sums of ranges are added in order. mma.sync and wgmma round
-// alike: a test on the card compares both.
+// The skinny GEMM of deterministic plans on Hopper: rows have the bits that linear/wide.cu gives them. Tensor cores add up a range of K in the
+// same order, and the sums of ranges are added in order. mma.sync and wgmma round alike; tests/cuda/deterministic.rs compares both.
 #include "linear/skinny/run.cuh"
 
 // Kernel names contain the most rows that a kernel takes.

@@ -66,18 +66,6 @@ public:
             }
         }
     }
-    // IN_RANGES: continues with stored accumulators.
-    __device__ __forceinline__ void load(const float* from) {
-        int g = lane_id() / 4, t = lane_id() % 4;
-#pragma unroll
-        for (int column = 0; column < COLUMNS; column++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                int m = 8 * column + 2 * t + i % 2;
-                if (m < rows) c[column][0][i] = from[m * ACCUMULATORS + g + i / 2 * 8];
-            }
-        }
-    }
     __device__ __forceinline__ void store(float* to) {
         int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll

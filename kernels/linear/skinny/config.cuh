@@ -22,7 +22,6 @@ enum Output { STORE_F32, STORE_F16, ADD_F32, GLU_ROW_MAJOR, GLU_FRAGMENT_MAJOR }
 
 constexpr int WARPS = 16;
 constexpr int THREADS = WARPS * WARP;
-constexpr int SCHEDULERS = 4;                   // of a multiprocessor, which share its warps by their numbers
 constexpr int X_CHUNK_BYTES = CHUNK_K * 2;      // a row's activations for a chunk
 constexpr int ACCUMULATORS = 16;                // of a tile, for each row of activations: of features, or of halves of features
 constexpr int MAX_SPLIT_K = 2;

@@ -25,8 +25,8 @@ public:
     __device__ __forceinline__ void load(u32 stage, bool waited) {
         if (run == 0) {
             if (left == 0) {
-                // A warp with less of a share does so after the products.
-                if (C::IS_LONG && waited && (!C::IN_RANGES || (schedule.count > 0 && schedule.handover <= 0))) let_later_kernels_start();
+                // A warp without a share does so after the products.
+                if (C::IS_LONG && waited && (!C::IN_RANGES || schedule.count > 0)) let_later_kernels_start();
                 return ring.skip();
             }
             next_run();

@@ -13,15 +13,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Schedule<C>& 
     int range = schedule.first_of_warp - tile * schedule.ranges, slot = C::IN_RANGES ? schedule.first_of_warp : tile + warp;
     // Without a share, a place of accumulators would be another warp's.
     if (C::IN_RANGES && left == 0) return;
-    if constexpr (C::IN_RANGES) {
-        if (schedule.handover < 0) {
-            barrier(-schedule.handover, 2 * WARP);
-            accumulators.load(memory.accumulators + slot * (a.m * ACCUMULATORS));
-        }
-    }
     do {
-        int end = C::IN_RANGES ? schedule.range_begin(a, range + 1) : schedule.steps;
-        int tile_left = min(left, end - step);
+        int tile_left = min(left, (C::IN_RANGES ? schedule.range_begin(a, range + 1) : schedule.steps) - step);
         left -= tile_left;
 #pragma unroll 1
         for (u32 at = step * accumulators.STRIDE; tile_left > 0; tile_left--, at += accumulators.STRIDE) {
@@ -35,11 +28,9 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Schedule<C>& 
         }
         // A warp without steps stores zeros. Warps that share a tile have separate places.
         accumulators.store(memory.accumulators + slot++ * (a.m * ACCUMULATORS));
-        bool ends_tile = !C::IN_RANGES || ++range == schedule.ranges;
-        step = ends_tile ? 0 : end;
-        if (ends_tile) range = 0;
+        step = C::IN_RANGES && ++range < schedule.ranges ? schedule.range_begin(a, range) : 0;
+        if (range == schedule.ranges) range = 0;
     } while (left > 0);
-    if (C::IN_RANGES && schedule.handover > 0) barrier(schedule.handover, 2 * WARP);
 }
 
 template <class C>

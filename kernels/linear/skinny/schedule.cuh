@@ -37,8 +37,6 @@ struct Schedule {
     int count, tile, step;
     // IN_RANGES: of the block's part of K; the first range of the warp, counted over all tiles.
     int first_range, ranges, first_of_warp;
-    // If the warp has one half of a range alone: the barrier at which the sum of the first half is handed over, negative for the second half.
-    int handover = 0;
 
     __device__ __forceinline__ Schedule(const Arguments& a, int warp) {
         rank = C::MAY_SPLIT_K ? blockIdx.z : 0;
@@ -52,21 +50,10 @@ struct Schedule {
             int all = tiles * ranges, each = all / WARPS, more = all % WARPS;
             first_of_warp = warp * each + min(warp, more);
             int end = first_of_warp + each + (warp < more);
-            // One or two ranges that would be a third or so of the work of their scheduler are shared with warps of the others.
-            int shared = all % SCHEDULERS;
-            if (shared > SCHEDULERS / 2 || all + shared > WARPS) shared = 0;
-            bool is_shared = warp >= all - shared && warp < all + shared, is_second = is_shared && warp >= all;
-            if (is_second) first_of_warp = warp - shared, end = first_of_warp + 1;
             tile = quotient(first_of_warp, ranges);
             int end_tile = quotient(end, ranges);
             step = range_begin(a, first_of_warp - tile * ranges);
             count = end_tile * steps + range_begin(a, end - end_tile * ranges) - (tile * steps + step);
-            if (is_shared) {
-                int second = count / 2, first = count - second;
-                if (second > 0) handover = (1 + first_of_warp - (all - shared)) * (is_second ? -1 : 1);
-                if (is_second) step += first;
-                count = is_second ? second : first;
-            }
             return;
         }
         int begin = shares.begin(warp);
@@ -74,7 +61,7 @@ struct Schedule {
         tile = steps > 1 ? (int)__umulhi(begin, a.k_range[rank].inverse) : begin;
         step = begin - tile * steps;
     }
-    // The first step of the block's range `range`, of which there are `ranges`; beyond the last, the number of steps.
+    // Where range number `range` of the block begins; past its last one, the number of steps.
     __device__ __forceinline__ int range_begin(const Arguments& a, int range) const {
         return quotient(a.chunks * (first_range + range), a.ranges) - first_step;
     }
