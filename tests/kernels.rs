@@ -30,6 +30,7 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const WARPGROUP: &str = "HGMMA.";
     match unit {
         Unit::LinearSkinny
+        | Unit::LinearSkinnyRanges
         | Unit::LinearTiled
         | Unit::AttentionDecode
         | Unit::AttentionDecodeFixed

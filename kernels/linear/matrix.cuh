@@ -10,3 +10,9 @@ struct Matrix {
     float global;
     int rows;
 };
+
+// An output feature of a sum over K. Written out, so that the compiler rounds it alike in every kernel.
+__device__ __forceinline__ float scaled_sum(float sum, float scale, const float* bias, int row) {
+    sum = __fmul_rn(sum, scale);
+    return bias ? __fadd_rn(sum, bias[row]) : sum;
+}

@@ -49,8 +49,7 @@ struct TilePlace {
 
 // Stores the sum over K for row m of activations and row `row` of a matrix whose first feature is `column` of the output.
 __device__ __forceinline__ void store(const Arguments& a, const Matrix& w, int column, int m, int row, float sum) {
-    sum *= w.global * PACKED_FACTOR;
-    if (w.bias) sum += w.bias[row];
+    sum = scaled_sum(sum, w.global * PACKED_FACTOR, w.bias, row);
     size_t at = (size_t)m * a.out_stride + column + row;
     if (a.output == STORE_F32) ((float*)a.out)[at] = sum;
     if (a.output == ADD_F32) ((float*)a.out)[at] += sum;
@@ -85,10 +84,10 @@ __device__ __forceinline__ void store_glu(const Arguments& a, int first, int fir
     int g = lane_id() / 4, t = lane_id() % 4, row = first + g;
     const Matrix &gate = a.matrix[0], &up = a.matrix[1];
     bool exists = row < gate.rows;
-    float gate_bias = exists && gate.bias ? gate.bias[row] : 0, up_bias = exists && up.bias ? up.bias[row] : 0;
+    auto sum = [&](const Matrix& w, float sum) { return scaled_sum(sum, w.global * PACKED_FACTOR, exists ? w.bias : nullptr, row); };
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        float x = c[e] * (gate.global * PACKED_FACTOR) + gate_bias, y = c[e + 2] * (up.global * PACKED_FACTOR) + up_bias;
+        float x = sum(gate, c[e]), y = sum(up, c[e + 2]);
         store(first_row + 2 * t + e, row, exists ? to_f16(activate(a.activation, x) * y * a.out_scale) : (u16)0);
     }
 }

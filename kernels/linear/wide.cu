@@ -8,7 +8,7 @@
 //
 // If that gives too few blocks, K is split (split-K): the blocks of a cluster take the same tile over a range of K each. At the end each
 // block adds up the accumulators of all of them for its share of the tile, in a fixed order. Kernels of whole K take these ranges one after
-// the other, and give the same bits. K must be a multiple of 16.
+// the other, and give the same bits; so does linear/skinny_ranges.cu for few rows. K must be a multiple of 16.
 #include "common/cluster.cuh"
 #include "common/ring.cuh"
 #include "common/wgmma.cuh"

@@ -2,7 +2,8 @@
 #pragma once
 #include "format/packed.cuh"
 
-__device__ __forceinline__ float square_sum(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+// Written out, so that the compiler rounds it alike in every kernel.
+__device__ __forceinline__ float square_sum(float4 v) { return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, __fmul_rn(v.x, v.x)))); }
 
 __device__ __forceinline__ float4 apply_norm(float4 v, float factor, float4 weight) {
     return make_float4(v.x * factor * weight.x, v.y * factor * weight.y, v.z * factor * weight.z, v.w * factor * weight.w);

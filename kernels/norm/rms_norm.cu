@@ -19,7 +19,8 @@ constexpr int THREAD_PIECES = 2;    // in registers: enough for rows of 4,096; t
 
 template <bool FRAGMENT_MAJOR>
 __device__ __forceinline__ void run(const Arguments& a) {
-    __shared__ float warp_sums[THREADS / WARP];
+    constexpr int WARPS = THREADS / WARP;
+    __shared__ float warp_sums[THREAD_PIECES * WARPS];
     int row = blockIdx.x, groups = ceil_div(gridDim.x, GROUP_ROWS);
     int count = FRAGMENT_MAJOR ? padded_k(a.width) / 8 : ceil_div(a.width, 2 * BLOCK) * 4;
     const float* x = a.x + (size_t)row * a.width;
@@ -41,19 +42,23 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int j = 0; j < THREAD_PIECES; j++) w[j] = Piece(a.weight, threadIdx.x + j * THREADS, a.width);
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    float sum = 0;
+    // In the order of linear/skinny/activations.cuh.
+    float sums[THREAD_PIECES];
 #pragma unroll
     for (int j = 0; j < THREAD_PIECES; j++) v[j] = Piece(x, threadIdx.x + j * THREADS, a.width);
 #pragma unroll
-    for (int j = 0; j < THREAD_PIECES; j++) sum += v[j].squares();
+    for (int j = 0; j < THREAD_PIECES; j++) sums[j] = v[j].squares();
 #pragma unroll 1
-    for (int i = threadIdx.x + THREAD_PIECES * THREADS; i < count; i += THREADS) sum += Piece(x, i, a.width).squares();
-    sum = warp_sum(sum);
-    if (lane_id() == 0) warp_sums[threadIdx.x / WARP] = sum;
-    __syncthreads();
-    sum = 0;
+    for (int i = threadIdx.x + THREAD_PIECES * THREADS; i < count; i += THREADS) sums[0] += Piece(x, i, a.width).squares();
 #pragma unroll
-    for (int i = 0; i < THREADS / WARP; i++) sum += warp_sums[i];
+    for (int j = 0; j < THREAD_PIECES; j++) {
+        sums[j] = warp_sum(sums[j]);
+        if (lane_id() == 0) warp_sums[j * WARPS + threadIdx.x / WARP] = sums[j];
+    }
+    __syncthreads();
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < THREAD_PIECES * WARPS; i++) sum += warp_sums[i];
     float factor = rsqrtf(sum / a.width + a.eps);
     if (a.factors && threadIdx.x == 0) a.factors[row] = factor;
 #pragma unroll

@@ -71,9 +71,9 @@ pub use heads::{
 };
 pub use linear::{
     Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
-    LinearScratch, Matrix, MatrixShape, NormScratch, Output, ReadBytes, ReadNvfp4, ResidualRow,
-    SKINNY_ROWS, ScratchDevice, SkinnyPlan, TILED, Tile, TileKernel, WideClusters, linear,
-    linear_add_norm, tiled,
+    LinearScratch, Matrix, MatrixShape, NormScratch, NormalizedRows, Output, ReadBytes, ReadNvfp4,
+    ResidualRow, SKINNY_ROWS, ScratchDevice, SkinnyPlan, TILED, Tile, TileKernel, WideClusters,
+    linear, linear_add_norm, tiled,
 };
 pub use mamba::{MambaConstants, MambaInputs, mamba_conv, mamba_norm, mamba_scan};
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};

@@ -93,6 +93,7 @@ units! {
     LinearRowNorms = "linear/row_norms.cu",
     LinearRows = "linear/rows.cu",
     LinearSkinny = "linear/skinny.cu",
+    LinearSkinnyRanges = "linear/skinny_ranges.cu",
     LinearTf32 = "linear/tf32.cu",
     LinearTiled = "linear/tiled.cu",
     LinearWide = "linear/wide.cu",
@@ -139,15 +140,16 @@ units! {
 impl Unit {
     /// Whether the unit has kernels for an architecture, as the compiler names it.
     pub(crate) fn is_for(self, target: &str) -> bool {
-        let multiplies_by_warpgroups = matches!(
+        // Products by warpgroups, and those with the same bits.
+        let is_for_hopper = matches!(
             self,
             Unit::LinearWide
+                | Unit::LinearSkinnyRanges
                 | Unit::AttentionTrainingForwardWide
                 | Unit::AttentionTrainingBackwardWide
         );
         let needs_clusters = self == Unit::DeltaStep;
-        (target == "sm_90a" || !multiplies_by_warpgroups)
-            && (!target.starts_with("sm_8") || !needs_clusters)
+        (target == "sm_90a" || !is_for_hopper) && (!target.starts_with("sm_8") || !needs_clusters)
     }
 
     /// The units with kernels for an architecture, as the compiler names it.

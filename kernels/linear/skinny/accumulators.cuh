@@ -11,10 +11,11 @@
 template <class C>
 class Accumulators {
     static constexpr int COLUMNS = ceil_div(C::MAX_ROWS, 8);
+    static constexpr int CHAINS = C::IN_RANGES ? 1 : 2;     // of sums: two hide more of the latency of matrix instructions
     static constexpr Tile TILE = C::TILE;
     u32 x[COLUMNS], swap[COLUMNS];
     int rows;
-    float c[COLUMNS][2][4] = {};
+    float c[COLUMNS][CHAINS][4] = {};
     uint4 low_codes, high_codes;
     uint2 low_scales, high_scales;
 
@@ -61,7 +62,7 @@ public:
 #pragma unroll
             for (int column = 0; column < COLUMNS; column++) {
                 mma_f16(c[column][0], u[0], v[0], u[1], v[1], b[column][0], b[column][1]);
-                mma_f16(c[column][1], u[2], v[2], u[3], v[3], b[column][2], b[column][3]);
+                mma_f16(c[column][CHAINS - 1], u[2], v[2], u[3], v[3], b[column][2], b[column][3]);
             }
         }
     }
@@ -69,14 +70,15 @@ public:
         int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
         for (int column = 0; column < COLUMNS; column++) {
-            float(&s)[2][4] = c[column];
+            float(&s)[CHAINS][4] = c[column];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 // For DEEP, only rows and columns of the same chunk count.
                 int m = (TILE == DEEP ? 2 * t % 4 : 8 * column + 2 * t) + i % 2;
                 bool counts = m < rows && (TILE != DEEP || t / 2 == i / 2);
-                if (counts) to[m * ACCUMULATORS + g + i / 2 * 8] = s[0][i] + s[1][i];
-                s[0][i] = s[1][i] = 0;
+                if (counts) to[m * ACCUMULATORS + g + i / 2 * 8] = CHAINS == 1 ? s[0][i] : s[0][i] + s[CHAINS - 1][i];
+#pragma unroll
+                for (int chain = 0; chain < CHAINS; chain++) s[chain][i] = 0;
             }
         }
     }
@@ -155,7 +157,7 @@ public:
     }
 };
 
-template <class C, bool ONE_ROW = C::MAX_ROWS == 1>
+template <class C, bool ONE_ROW = C::MAX_ROWS == 1 && !C::IN_RANGES>
 struct AccumulatorsOf {
     using Type = Accumulators<C>;
 };

@@ -101,6 +101,44 @@ private:
     }
 };
 
+// NormalizedRows, with the bits of norm/rms_norm.cu: a warp has the pieces that one of its warps has at a time, of all rows.
+template <class C>
+class NormalizedLoad {
+    static_assert(NORMALIZED_WIDTH == 8 * THREADS, "a thread has a piece of each row");
+    const SharedMemory<C>& memory;
+    int thread;
+    Piece weight;
+
+public:
+    __device__ __forceinline__ NormalizedLoad(const Arguments& a, const SharedMemory<C>& memory, int thread)
+        : memory(memory), thread(thread), weight(a.normalized.weight, thread, a.k) {}
+    __device__ __forceinline__ void load(const Arguments& a) const {
+        // Nothing is in the place of accumulators yet.
+        float* sums = memory.accumulators;
+        Piece x[C::MAX_ROWS];
+#pragma unroll
+        for (int m = 0; m < C::MAX_ROWS; m++) x[m] = Piece(a.normalized.x + m * a.k, thread, m < a.m ? a.k : 0);
+#pragma unroll
+        for (int m = 0; m < C::MAX_ROWS; m++) {
+            float sum = warp_sum(x[m].squares());
+            if (lane_id() == 0 && m < a.m) sums[m * WARPS + thread / WARP] = sum;
+        }
+        __syncthreads();
+        int at = thread - memory.first_k / 8, pieces = memory.pieces();
+        if (at < 0 || at >= pieces) return;
+#pragma unroll
+        for (int m = 0; m < C::MAX_ROWS; m++) {
+            if (m >= a.m) break;
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; i++) sum += sums[m * WARPS + i];
+            float factor = rsqrtf(sum / a.k + a.normalized.eps);
+            store_shared_16(memory.activations_at + (m * pieces + (at ^ m % 2 * 4)) * 16, x[m].normalized_f16(factor, weight));
+        }
+    }
+    __device__ __forceinline__ void wait(int) const {}
+};
+
 #if __CUDA_ARCH__ >= 900
 // Fragment-major rows: bulk copies of PORTION chunks, each with a barrier, so that products need not wait for the last one.
 template <class C>
@@ -143,6 +181,10 @@ struct ActivationLoadOf {
 template <class C>
 struct ActivationLoadOf<C, RESIDUAL> {
     using Type = ResidualLoad<C>;
+};
+template <class C>
+struct ActivationLoadOf<C, NORMALIZED> {
+    using Type = NormalizedLoad<C>;
 };
 #if __CUDA_ARCH__ >= 900
 template <class C>

@@ -16,6 +16,7 @@ enum Input {
     ROW_MAJOR,
     FRAGMENT_MAJOR,     // format/fragment_major.cuh
     RESIDUAL,           // one row, which every block computes on the way to shared memory: ResidualRow
+    NORMALIZED,         // rows of up to NORMALIZED_WIDTH, which every block normalizes on the way to shared memory: NormalizedRows
 };
 enum Output { STORE_F32, STORE_F16, ADD_F32, GLU_ROW_MAJOR, GLU_FRAGMENT_MAJOR };
 
@@ -24,17 +25,21 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int X_CHUNK_BYTES = CHUNK_K * 2;      // a row's activations for a chunk
 constexpr int ACCUMULATORS = 16;                // of a tile, for each row of activations: of features, or of halves of features
 constexpr int MAX_SPLIT_K = 2;
+constexpr int NORMALIZED_WIDTH = 4096;          // a piece of a row for each lane of each warp
 
-// The constants of a kernel for up to MAX_ROWS rows of activations, which runs BLOCKS blocks per multiprocessor.
-template <Tile TILE_, Input INPUT_, Output OUTPUT_, int MAX_ROWS_, int BLOCKS_>
+// The constants of a kernel for up to MAX_ROWS rows of activations, which runs BLOCKS blocks per multiprocessor. IN_RANGES: it adds up along
+// K in the order of linear/wide.cu, whatever the rows.
+template <Tile TILE_, Input INPUT_, Output OUTPUT_, int MAX_ROWS_, int BLOCKS_, bool IN_RANGES_ = false>
 struct Config {
     static constexpr Tile TILE = TILE_;
     static constexpr Input INPUT = INPUT_;
     static constexpr Output OUTPUT = OUTPUT_;
     static constexpr int MAX_ROWS = MAX_ROWS_, BLOCKS = BLOCKS_;
+    static constexpr bool IN_RANGES = IN_RANGES_;
     static constexpr bool IS_GLU = OUTPUT == GLU_ROW_MAJOR || OUTPUT == GLU_FRAGMENT_MAJOR;
     static constexpr bool TAKES_FRAGMENTS = INPUT == FRAGMENT_MAJOR;
     static_assert(!TAKES_FRAGMENTS || TILE != DEEP, "fragment-major activations fill all columns of B");
+    static_assert(!IN_RANGES || TILE != DEEP, "a range takes one chunk at a time");
 
     static constexpr int FEATURES = TILE == TALL ? 16 : 8;      // of a tile, of each matrix
     static constexpr int STEP_CHUNKS = TILE == DEEP ? 2 : 1;    // along K
@@ -43,14 +48,14 @@ struct Config {
     // Whether the blocks of a cluster may split K.
     static constexpr bool MAY_SPLIT_K = __CUDA_ARCH__ >= 900 && TILE != GATE_UP && (MAX_ROWS <= 8 || TAKES_FRAGMENTS);
     // Whether a fused norm of x may be applied to the result.
-    static constexpr bool MAY_FUSE_NORM = OUTPUT != ADD_F32 && OUTPUT != STORE_F16 && INPUT != RESIDUAL;
+    static constexpr bool MAY_FUSE_NORM = OUTPUT != ADD_F32 && OUTPUT != STORE_F16 && INPUT != RESIDUAL && !IN_RANGES;
 
     // Weights that are requested before the kernel waits for its predecessor compete with that kernel's last weights, and then with
     // this one's own activations. For the same reason a kernel with a long loop lets its successor start only when its warps have
     // requested their last weights. benches/NOTES.md has the measurements, of rings with more stages too.
     static constexpr bool IS_LONG = TILE == GATE_UP;
     static constexpr int EARLY_STAGES = BLOCKS == 1 && INPUT == ROW_MAJOR ? 1 : 2;
-    static constexpr int STAGES = IS_LONG && MAX_ROWS == 1 ? 4 : 3;
+    static constexpr int STAGES = IS_LONG && MAX_ROWS == 1 && !IN_RANGES ? 4 : 3;
     using Ring = WarpRing<STAGES, CHUNK_BYTES>;
 };
 
@@ -61,6 +66,13 @@ struct ResidualRow {
     const float* x;         // [k]: the residual stream
     const float* weight;    // [k]
     float* sum;             // [k]: x + norm(y) * post; not x
+    float eps;
+};
+
+// Rows x, whose RMSNorm is the input.
+struct NormalizedRows {
+    const float* x;         // [m, k]
+    const float* weight;    // [k]
     float eps;
 };
 
@@ -86,4 +98,6 @@ struct Arguments {
     int activation;             // GLU
     FusedNorm norm;             // ADD: of the result; otherwise: of x
     ResidualRow residual;       // RESIDUAL
+    int ranges;                 // IN_RANGES: into which the chunks of K are divided
+    NormalizedRows normalized;  // NORMALIZED
 };

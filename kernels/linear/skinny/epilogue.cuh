@@ -33,9 +33,10 @@ class Epilogue {
         int tile = i / (C::MAX_ROWS * C::FEATURES), m = i / C::FEATURES % C::MAX_ROWS, feature = i % C::FEATURES;
         p.matrix = Schedule<C>::locate(a, schedule.first_tile + tile, p.row);
         p.row += feature;
-        int first = schedule.shares.owner(tile * schedule.steps);
+        bool exists = m < a.m && p.row < a.matrix[p.matrix].rows;
+        int first = C::IN_RANGES ? tile * (schedule.ranges - 1) : schedule.shares.owner(tile * schedule.steps);
         p.accumulators = shared_address(memory.accumulators + ((tile + first) * a.m + m) * ACCUMULATORS + feature);
-        if (m < a.m && p.row < a.matrix[p.matrix].rows) p.count = schedule.shares.owner((tile + 1) * schedule.steps - 1) - first + 1;
+        if (exists) p.count = C::IN_RANGES ? schedule.ranges : schedule.shares.owner((tile + 1) * schedule.steps - 1) - first + 1;
         int column = p.row + (p.matrix > 0 ? a.matrix[0].rows : 0) + (p.matrix > 1 ? a.matrix[1].rows : 0);
         p.at = C::OUTPUT == GLU_FRAGMENT_MAJOR ? (int)fragment_index(C::MAX_ROWS / GROUP_ROWS, m, p.row) : m * a.out_stride + column;
         p.next = C::TAKES_FRAGMENTS ? (int)fragment_index(C::MAX_ROWS / GROUP_ROWS, m, p.row) : p.at;
@@ -52,12 +53,12 @@ class Epilogue {
         }
         return r;
     }
-    // The block's sum of an output; for GATE_UP, of gate and up.
-    __device__ __forceinline__ float2 sum_of(const Place& p) const {
+    // The block's sum of an output, added to `before`; for GATE_UP, of gate and up.
+    __device__ __forceinline__ float2 sum_of(const Place& p, float before = 0) const {
         // A few loads are in flight before the first is used.
         constexpr int BATCH = 4;
         int stride = a.m * ACCUMULATORS * 4;
-        float2 sum = {0, 0};
+        float2 sum = {before, 0};
         u32 at = p.accumulators;
 #pragma unroll 1
         for (int left = p.count; left > 0; left -= BATCH, at += BATCH * stride) {
@@ -80,8 +81,7 @@ class Epilogue {
         const Matrix& w = a.matrix[p.matrix];
         int m = i / C::FEATURES % C::MAX_ROWS;
         float factor = norm.factor(m) * PACKED_FACTOR;
-        sum.x *= w.global * factor;
-        if (w.bias) sum.x += w.bias[p.row];
+        sum.x = scaled_sum(sum.x, w.global * factor, w.bias, p.row);
         if (C::OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum.x;
         if (C::OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum.x);
         if (C::OUTPUT == ADD_F32) {
@@ -91,8 +91,7 @@ class Epilogue {
         }
         if (C::IS_GLU) {
             const Matrix& up = a.matrix[1];
-            sum.y *= up.global * factor;
-            if (up.bias) sum.y += up.bias[p.row];
+            sum.y = scaled_sum(sum.y, up.global * factor, up.bias, p.row);
             ((u16*)a.out)[p.at] = to_f16(activate(a.activation, sum.x) * sum.y * a.out_scale);
         }
     }
@@ -120,13 +119,21 @@ class Epilogue {
         }
     }
 #if __CUDA_ARCH__ >= 900
-    // Each block of the cluster stores its share of the outputs, for which the other block sends its sums.
+    // Each block of the cluster stores its share of the outputs, for which the other block sends its sums, IN_RANGES that of each range.
     __device__ __forceinline__ void store_share() {
         auto place_of = [&](int i) { return i == thread ? first_place : place(i); };
         int begin = share_begin(schedule.rank), end = share_begin(schedule.rank + 1), other = 1 - schedule.rank;
         for (int i = thread; i < schedule.outputs(); i += THREADS) {
             if (i >= begin && i < end) continue;
             Place p = place_of(i);
+            if (C::IN_RANGES) {
+                u32 to = shared_address(memory.received + (i - share_begin(other)) * schedule.ranges);
+                for (int range = 0; range < schedule.ranges; range++) {
+                    float sum = range < p.count ? load_shared_float(p.accumulators + range * a.m * ACCUMULATORS * 4) : 0;
+                    send_to_cluster(to + range * 4, other, sum, exchange());
+                }
+                continue;
+            }
             float sum = sum_of(p).x;
             send_to_cluster(shared_address(memory.received + i - share_begin(other)), other, sum, exchange());
         }
@@ -134,6 +141,16 @@ class Epilogue {
             if (i < begin) continue;
             Place p = place_of(i);
             if (i > thread) first_residual = load_residual(p, i);
+            if (C::IN_RANGES) {
+                barrier_wait(exchange(), 0);
+                int sent = a.ranges - schedule.ranges;
+                const float* received = memory.received + (i - begin) * sent;
+                float sum = schedule.rank > 0 ? 0 : sum_of(p).x;
+                for (int range = 0; range < sent; range++) sum += received[range];
+                if (schedule.rank > 0) sum = sum_of(p, sum).x;
+                if (p.count > 0) store(p, i, {sum, 0}, first_residual);
+                continue;
+            }
             float sum = sum_of(p).x;
             barrier_wait(exchange(), 0);
             if (p.count > 0) store(p, i, {sum + memory.received[i - begin], 0}, first_residual);
@@ -152,7 +169,8 @@ public:
         if (schedule.splits_k()) {
             if (thread == 0) {
                 barrier_init(exchange(), 1);
-                barrier_expect(exchange(), (share_begin(schedule.rank + 1) - share_begin(schedule.rank)) * 4);
+                int sums = C::IN_RANGES ? a.ranges - schedule.ranges : 1;
+                barrier_expect(exchange(), (share_begin(schedule.rank + 1) - share_begin(schedule.rank)) * sums * 4);
                 publish_barriers();
             }
             __syncwarp();

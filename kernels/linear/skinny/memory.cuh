@@ -4,8 +4,8 @@
 //   activations     of the block's range of K, padded with zeros to whole steps
 //   barriers        BARRIER_BYTES: for activations that arrive by bulk copies; the last is for outputs that another block sends
 //   row_factors     [WARPS]: the missing part of each row's factor of a fused norm
-//   received        of a cluster that splits K: the other block's sums for this block's share of the outputs
-//   accumulators    [tiles + WARPS][m][ACCUMULATORS]
+//   received        of a cluster that splits K: the other block's sums for this block's share of the outputs, IN_RANGES one for each range
+//   accumulators    [tiles + WARPS][m][ACCUMULATORS], IN_RANGES [tiles][ranges][m][ACCUMULATORS]
 //
 // Everything but the accumulators has the same address in all blocks of a cluster.
 //
@@ -33,7 +33,8 @@ struct SharedMemory {
         row_factors = (float*)(barriers + BARRIER_BYTES);
         received = (float*)(barriers + BARRIER_BYTES + FACTOR_BYTES);
         int last_share = share_begin(schedule, MAX_SPLIT_K) - share_begin(schedule, MAX_SPLIT_K - 1);
-        accumulators = received + (schedule.splits_k() ? last_share : 0);
+        int sums = C::IN_RANGES ? ceil_div(a.ranges, MAX_SPLIT_K) : 1;
+        accumulators = received + (schedule.splits_k() ? last_share * sums : 0);
         activations_at = shared_address(activations), barriers_at = shared_address(barriers);
     }
     // Pieces of a row.

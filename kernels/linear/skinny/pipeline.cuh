@@ -25,7 +25,8 @@ public:
     __device__ __forceinline__ void load(u32 stage, bool waited) {
         if (run == 0) {
             if (left == 0) {
-                if (C::IS_LONG && waited) let_later_kernels_start();
+                // A warp without a share does so after the products.
+                if (C::IS_LONG && waited && (!C::IN_RANGES || schedule.count > 0)) let_later_kernels_start();
                 return ring.skip();
             }
             next_run();

@@ -1,7 +1,8 @@
 // Assigns tiles and steps along K to the blocks and warps of the skinny GEMM.
 //
 // A cluster takes consecutive tiles; each of its blocks takes all of them over a range of K of its own. A block lines up the steps of its
-// tiles, tile after tile, and cuts that line into equal shares for its warps, so a share may begin and end inside a tile.
+// tiles, tile after tile, and cuts that line into equal shares for its warps, so a share may begin and end inside a tile. IN_RANGES, shares
+// are whole ranges of tiles instead, and the first warps have one more than the others.
 #pragma once
 #include "linear/skinny/config.cuh"
 
@@ -34,6 +35,8 @@ struct Schedule {
     WarpShares shares;
     // Warp: `count` steps from step `step` of the block's tile `tile` on.
     int count, tile, step;
+    // IN_RANGES: of the block's part of K; the first range of the warp, counted over all tiles.
+    int first_range, ranges, first_of_warp;
 
     __device__ __forceinline__ Schedule(const Arguments& a, int warp) {
         rank = C::MAY_SPLIT_K ? blockIdx.z : 0;
@@ -41,10 +44,26 @@ struct Schedule {
         cluster = blockIdx.x;
         first_tile = cluster * a.cluster_tiles + min(cluster, a.larger_clusters), tiles = a.cluster_tiles + (cluster < a.larger_clusters);
         shares = {steps, tiles * steps};
+        if (C::IN_RANGES) {
+            first_range = splits_k() ? a.ranges * rank / MAX_SPLIT_K : 0;
+            ranges = (splits_k() ? a.ranges * (rank + 1) / MAX_SPLIT_K : a.ranges) - first_range;
+            int all = tiles * ranges, each = all / WARPS, more = all % WARPS;
+            first_of_warp = warp * each + min(warp, more);
+            int end = first_of_warp + each + (warp < more);
+            tile = quotient(first_of_warp, ranges);
+            int end_tile = quotient(end, ranges);
+            step = range_begin(a, first_of_warp - tile * ranges);
+            count = end_tile * steps + range_begin(a, end - end_tile * ranges) - (tile * steps + step);
+            return;
+        }
         int begin = shares.begin(warp);
         count = shares.begin(warp + 1) - begin;
         tile = steps > 1 ? (int)__umulhi(begin, a.k_range[rank].inverse) : begin;
         step = begin - tile * steps;
+    }
+    // Where range number `range` of the block begins; past its last one, the number of steps.
+    __device__ __forceinline__ int range_begin(const Arguments& a, int range) const {
+        return quotient(a.chunks * (first_range + range), a.ranges) - first_step;
     }
     __device__ __forceinline__ bool splits_k() const { return C::MAY_SPLIT_K && gridDim.z > 1; }
     // Exactly one block of the grid is the first; one cluster is the last.

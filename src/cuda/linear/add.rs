@@ -15,13 +15,16 @@ use crate::cuda::driver::Gpu;
 
 impl GemmPlan {
     /// The plan of a GEMM of `m` rows that adds to the residual stream and stores the input for GEMMs with [`Input::FusedNorm`]. `None` if
-    /// the norm cannot be fused into it.
+    /// the norm cannot be fused into it, and for deterministic plans, whose norms have the bits of a separate kernel.
     pub fn before_norm(
         hardware: &Hardware,
         m: usize,
         matrix: MatrixShape,
         layout: Layout,
     ) -> Option<GemmPlan> {
+        if hardware.deterministic {
+            return None;
+        }
         let form = InputForm::Plain(layout);
         let plan = GemmPlan::find(hardware, m, &[matrix], Output::Add, form)?;
         let fuses = takes_norm(m, layout) && matrix.rows.is_multiple_of(MULTIPLE);

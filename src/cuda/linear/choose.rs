@@ -25,7 +25,6 @@ impl Layout {
     /// The layout that GEMMs of `m` rows with NVFP4 weights take without a conversion.
     pub fn taken(hardware: &Hardware, m: usize) -> Layout {
         match hardware.arch {
-            (9, 0) if hardware.deterministic => Layout::FragmentMajor,
             (9, 0) if m > HALF_SM_ROWS && hardware.tiles_serve(m) => Layout::FragmentMajor,
             _ => Layout::RowMajor,
         }
@@ -112,11 +111,15 @@ impl GemmPlan {
             let plan = skinny(hardware, m, matrices, output, form)?;
             Some(GemmKernels::Skinny(plan))
         };
+        let in_ranges = || {
+            let plan = in_ranges(hardware, m, matrices, output, form)?;
+            Some(GemmKernels::Skinny(plan))
+        };
         let tiled = || tiled(hardware, m, matrices, output, form).map(GemmKernels::Tiled);
         let parts = || parts(hardware, m, matrices, output, form).map(GemmKernels::Parts);
         let kernels = || match m {
             0 => Some(GemmKernels::Parts([None; MATRICES])),
-            _ if hardware.deterministic => tiled().or_else(parts),
+            _ if hardware.deterministic => in_ranges().or_else(tiled).or_else(parts),
             _ => skinny().or_else(tiled).or_else(parts),
         };
         GemmPlan::with(m, matrices, output, form, kernels)
@@ -208,6 +211,7 @@ fn skinny(
             stores && plan.rows == m && takes_norm(m, layout) && k.is_multiple_of(MULTIPLE)
         }
         InputForm::Residual => stores && m == 1 && k <= WIDTH,
+        InputForm::Normalized => false,
     };
     let pays = m <= HALF_SM_ROWS
         || output.applied().is_some()
@@ -216,6 +220,20 @@ fn skinny(
             Layout::RowMajor => plan.rows == m && m * k * 2 <= FUSED_BYTES * plan.split_k,
         };
     (fits && pays).then_some(plan)
+}
+
+/// The skinny GEMM with the sums of Hopper's kernel of wide tiles, if it takes these rows.
+fn in_ranges(
+    hardware: &Hardware,
+    m: usize,
+    matrices: &[MatrixShape],
+    output: Output,
+    form: InputForm,
+) -> Option<SkinnyPlan> {
+    let serves = TileKernel::deterministic(hardware.arch) == TileKernel::Wide
+        && m <= SKINNY_ROWS
+        && are_nvfp4(matrices);
+    serves.then(|| SkinnyPlan::in_ranges(hardware, m, matrices, output, form))?
 }
 
 /// Whether norms may be fused into GEMMs of `m` rows.
@@ -301,7 +319,7 @@ impl GemmPlan {
     /// Each kernel and the number of parts into which it divides K: plans that agree in these add up a row in the same order.
     pub(crate) fn sums(&self) -> Vec<(String, u32)> {
         match &self.kernels {
-            GemmKernels::Skinny(plan) => vec![(format!("{:?}", plan.tile), plan.split_k as u32)],
+            GemmKernels::Skinny(plan) => vec![plan.sums()],
             GemmKernels::Tiled(tiling) => vec![tiling.sums()],
             GemmKernels::Parts(parts) => {
                 let each = parts.iter().flatten().map(|part| match &part.kernel {

@@ -16,8 +16,8 @@ pub struct Hardware {
     pub shared_limit: usize,
     /// Whether cuBLASLt may serve: it was found, and the plan need not be deterministic.
     pub cublas: bool,
-    /// Whether the bits of a product's row depend on that row and the matrices alone: however many rows there are, one kernel serves them
-    /// with one division of K.
+    /// Whether the bits of a product's row depend on that row and the matrices alone: however many rows there are, their sums over K have
+    /// one order.
     pub deterministic: bool,
     /// Clusters of Hopper's kernel of wide tiles.
     pub clusters: WideClusters,

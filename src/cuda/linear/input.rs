@@ -1,6 +1,7 @@
 //! The input of a GEMM.
 
 use super::fused_norm::FusedNorm;
+use super::normalized::NormalizedRows;
 use super::output::Layout;
 use super::residual::ResidualRow;
 use crate::base::Result;
@@ -18,6 +19,8 @@ pub enum Input<'a> {
     FusedNorm(FusedNorm<'a>, Layout),
     /// One row that the prologue of the GEMM computes. For the skinny GEMM only.
     Residual(ResidualRow<'a>),
+    /// Up to four rows that every CTA of the GEMM normalizes on the way to shared memory. For the skinny GEMM of deterministic plans only.
+    Normalized(NormalizedRows<'a>),
 }
 
 /// The form of an [`Input`], which the choice of a kernel depends on.
@@ -29,6 +32,8 @@ pub enum InputForm {
     FusedNorm(Layout),
     /// [`Input::Residual`].
     Residual,
+    /// [`Input::Normalized`].
+    Normalized,
 }
 
 impl InputForm {
@@ -36,7 +41,7 @@ impl InputForm {
     pub const fn layout(self) -> Layout {
         match self {
             InputForm::Plain(layout) | InputForm::FusedNorm(layout) => layout,
-            InputForm::Residual => Layout::RowMajor,
+            InputForm::Residual | InputForm::Normalized => Layout::RowMajor,
         }
     }
 }
@@ -49,6 +54,7 @@ impl Input<'_> {
             Input::FragmentMajor(..) => InputForm::Plain(Layout::FragmentMajor),
             Input::FusedNorm(_, layout) => InputForm::FusedNorm(layout),
             Input::Residual(_) => InputForm::Residual,
+            Input::Normalized(_) => InputForm::Normalized,
         }
     }
 
@@ -63,7 +69,7 @@ impl Input<'_> {
             Input::Plain(x, _) | Input::FragmentMajor(x, _) => x,
             Input::FusedNorm(norm, _) => norm.rows(),
             // The skinny GEMM checks its operands.
-            Input::Residual(_) => return Ok(()),
+            Input::Residual(_) | Input::Normalized(_) => return Ok(()),
         };
         x.holds("activations", &[self.layout().elements(m, k), 2])
     }

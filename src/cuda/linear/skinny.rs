@@ -8,10 +8,13 @@ use super::fused_norm::{FusedNorm, NormArgument};
 use super::hardware::Hardware;
 use super::input::{Input, InputForm};
 use super::limits::{HALF_SM_ROWS, SKINNY_ROWS};
-use super::matrix::{Biased, CHUNK_K, MatrixArgument, MatrixShape, matrix_arguments};
+use super::matrix::{Biased, CHUNK_BYTES, CHUNK_K, MatrixArgument, MatrixShape, matrix_arguments};
+use super::normalized::{self, NormalizedArgument};
 use super::output::{GROUP_ROWS, Layout, Output};
 use super::residual::ResidualArgument;
 use super::tile::{Tile, WARPS};
+use super::tiled::ranges;
+use super::tiles::TileKernel;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
@@ -47,6 +50,28 @@ kernels! {
             GluFragments8 = "skinny_glu_fragments_8",
             GluFragments16 = "skinny_glu_fragments_16",
         }
+        LinearSkinnyRanges {
+            RangesF32Rows1 = "skinny_ranges_f32_1",
+            RangesF32Rows4 = "skinny_ranges_f32_4",
+            RangesF16Rows1 = "skinny_ranges_f16_1",
+            RangesF16Rows4 = "skinny_ranges_f16_4",
+            RangesAddRows1 = "skinny_ranges_add_1",
+            RangesAddRows4 = "skinny_ranges_add_4",
+            RangesGluRows1 = "skinny_ranges_glu_1",
+            RangesGluRows4 = "skinny_ranges_glu_4",
+            RangesF32Fragments8 = "skinny_ranges_f32_fragments_8",
+            RangesF32Fragments16 = "skinny_ranges_f32_fragments_16",
+            RangesF16Fragments8 = "skinny_ranges_f16_fragments_8",
+            RangesF16Fragments16 = "skinny_ranges_f16_fragments_16",
+            RangesAddFragments8 = "skinny_ranges_add_fragments_8",
+            RangesAddFragments16 = "skinny_ranges_add_fragments_16",
+            RangesGluFragments8 = "skinny_ranges_glu_fragments_8",
+            RangesGluFragments16 = "skinny_ranges_glu_fragments_16",
+            RangesF32Norm1 = "skinny_ranges_f32_norm_1",
+            RangesF32Norm4 = "skinny_ranges_f32_norm_4",
+            RangesGluNorm1 = "skinny_ranges_glu_norm_1",
+            RangesGluNorm4 = "skinny_ranges_glu_norm_4",
+        }
     }
 }
 
@@ -59,7 +84,7 @@ impl SkinnyKernel {
         let by_room = match (output, form, form.layout()) {
             (Output::F32, InputForm::Residual, _) => [Some(F32Residual1), None, None, None],
             (Output::Glu(_), InputForm::Residual, _) => [Some(GluResidual1), None, None, None],
-            (_, InputForm::Residual, _) => return None,
+            (_, InputForm::Residual | InputForm::Normalized, _) => return None,
             (Output::F32, _, RowMajor) => [F32Rows1, F32Rows4, F32Rows8, F32Rows16].map(Some),
             (Output::F16, _, RowMajor) => [F16Rows1, F16Rows4, F16Rows8, F16Rows16].map(Some),
             (Output::Add, _, RowMajor) => [AddRows1, AddRows4, AddRows8, AddRows16].map(Some),
@@ -84,6 +109,39 @@ impl SkinnyKernel {
         };
         by_room[[1, 4, 8, 16].iter().position(|&rows| rows == room)?]
     }
+
+    /// The kernel of deterministic plans for `rows` rows, and the rows that it has room for.
+    fn in_ranges(output: Output, form: InputForm, rows: usize) -> Option<(SkinnyKernel, usize)> {
+        use InputForm::{FusedNorm, Normalized, Plain, Residual};
+        use Layout::{FragmentMajor, RowMajor};
+        use SkinnyKernel::*;
+        let rooms: &[(usize, SkinnyKernel)] = match (output, form) {
+            (Output::F32, Plain(RowMajor)) => &[(1, RangesF32Rows1), (4, RangesF32Rows4)],
+            (Output::F16, Plain(RowMajor)) => &[(1, RangesF16Rows1), (4, RangesF16Rows4)],
+            (Output::Add, Plain(RowMajor)) => &[(1, RangesAddRows1), (4, RangesAddRows4)],
+            (Output::Glu(_), Plain(RowMajor)) => &[(1, RangesGluRows1), (4, RangesGluRows4)],
+            (Output::F32, Plain(FragmentMajor)) => {
+                &[(8, RangesF32Fragments8), (16, RangesF32Fragments16)]
+            }
+            (Output::F16, Plain(FragmentMajor)) => {
+                &[(8, RangesF16Fragments8), (16, RangesF16Fragments16)]
+            }
+            (Output::Add, Plain(FragmentMajor)) => {
+                &[(8, RangesAddFragments8), (16, RangesAddFragments16)]
+            }
+            (Output::GluFragmentMajor(_), Plain(FragmentMajor)) => {
+                &[(8, RangesGluFragments8), (16, RangesGluFragments16)]
+            }
+            (Output::F32, Normalized) => &[(1, RangesF32Norm1), (4, RangesF32Norm4)],
+            (Output::Glu(_), Normalized) => &[(1, RangesGluNorm1), (4, RangesGluNorm4)],
+            (Output::F16 | Output::Add | Output::GluFragmentMajor(_), Normalized)
+            | (Output::Glu(_), Plain(FragmentMajor))
+            | (Output::GluFragmentMajor(_), Plain(RowMajor))
+            | (_, FusedNorm(_) | Residual) => return None,
+        };
+        let (room, kernel) = rooms.iter().find(|(room, _)| rows <= *room)?;
+        Some((*kernel, *room))
+    }
 }
 
 #[repr(C)]
@@ -103,6 +161,8 @@ pub(super) struct SkinnyArguments {
     activation: i32,
     norm: NormArgument,
     residual: ResidualArgument,
+    ranges: i32,
+    normalized: NormalizedArgument,
 }
 
 /// The K range of a CTA: its first step, the number of steps, and 2^32 divided by that number, rounded up.
@@ -125,6 +185,8 @@ const FRAGMENT_MAJOR_ROWS: RangeInclusive<usize> = HALF_SM_ROWS + 1..=SKINNY_ROW
 const ACCUMULATOR_BYTES: usize = 48 << 10;
 /// Bytes of shared memory after the activations: barriers, and the factors of a norm.
 const BARRIER_BYTES: usize = 128 + WARPS * 4;
+/// Bytes of the rings of a CTA's warps in deterministic plans: three stages of two chunks.
+const RANGE_RINGS: usize = WARPS * 3 * 2 * CHUNK_BYTES;
 
 /// The launches of the skinny GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,6 +201,8 @@ pub struct SkinnyPlan {
     pub rows: usize,
     /// Shared memory that a CTA needs for that many rows.
     pub shared: usize,
+    /// The ranges of K of a deterministic plan, each of them a warp's, which follow each other in a sum.
+    ranges: Option<usize>,
     /// The launch for that many rows.
     launch: Planned<SkinnyKernel>,
     /// The launch for the rows that remain, if any.
@@ -217,6 +281,7 @@ impl SkinnyPlan {
                     split_k,
                     rows,
                     shared,
+                    ranges: None,
                     launch: launch(rows)?,
                     last: match m % rows {
                         0 => None,
@@ -229,6 +294,85 @@ impl SkinnyPlan {
             }
             rows = rows.div_ceil(2);
         }
+    }
+
+    /// The deterministic plan for Hopper: each warp takes whole ranges of K, those of the kernel of wide tiles, so that a row has the same
+    /// bits. `None` if not all rows fit, or if the GEMM lacks the epilogue.
+    pub(super) fn in_ranges(
+        hardware: &Hardware,
+        m: usize,
+        matrices: &[MatrixShape],
+        output: Output,
+        form: InputForm,
+    ) -> Option<SkinnyPlan> {
+        let (kernel, room) = SkinnyKernel::in_ranges(output, form, m)?;
+        let (ranges, k) = (ranges(hardware, matrices, output), matrices[0].cols);
+        let normalizes = matches!(form, InputForm::Normalized);
+        if normalizes && k > normalized::WIDTH {
+            return None;
+        }
+        let held = match form {
+            InputForm::Plain(Layout::FragmentMajor) => room,
+            _ => m,
+        };
+        let tile = Tile::in_ranges(output);
+        let features: Vec<usize> = matrices.iter().map(|w| w.rows).collect();
+        let (tiles, steps) = (*tile.counts(&features).last()?, k.div_ceil(tile.step()));
+        let most_tiles = ACCUMULATOR_BYTES / (m * ranges * ACCUMULATORS * 4);
+        let waves = tiles.div_ceil(hardware.multiprocessors);
+        let waves = waves.div_ceil(most_tiles.max(1));
+        // The clusters, their CTAs, and the steps of a CTA with the most.
+        let alone = (tiles.min(hardware.multiprocessors * waves), 1);
+        let paired = (
+            tiles.min((hardware.multiprocessors / 2).max(1)),
+            MOST_SPLIT_K,
+        );
+        let longest = |split_k| steps - first_step(steps, Some(ranges), split_k - 1, split_k);
+        let steps_of = |(clusters, split_k)| tiles.div_ceil(clusters) * longest(split_k);
+        let pays = ranges > 1 && tile != Tile::GateUp && steps_of(paired) + WARPS < steps_of(alone);
+        let (clusters, split_k) = if pays { paired } else { alone };
+        let (each, sums) = (tiles.div_ceil(clusters), ranges.div_ceil(split_k));
+        let received = match split_k {
+            1 => 0,
+            _ => (each * room).div_ceil(split_k) * tile.features() * sums * 4,
+        };
+        let shared = RANGE_RINGS
+            + held * longest(split_k) * tile.step() * 2
+            + BARRIER_BYTES
+            + received
+            + m * each * sums * ACCUMULATORS * 4;
+        let shared = shared.max(least_shared(hardware, m));
+        let launch = Launch {
+            shared: shared as u32,
+            cluster: split_k as u32,
+            ..Launch::new([clusters as u32, 1, split_k as u32], (32 * WARPS) as u32)
+        };
+        (shared <= hardware.shared_limit).then(|| SkinnyPlan {
+            tile,
+            clusters,
+            split_k,
+            rows: m,
+            shared,
+            ranges: Some(ranges),
+            launch: launch.of(kernel),
+            last: None,
+        })
+    }
+
+    /// The order of its sums: the kernel that has the same, and the parts into which it divides K.
+    pub(super) fn sums(&self) -> (String, u32) {
+        match self.ranges {
+            Some(ranges) => (format!("{:?}", TileKernel::Wide), ranges as u32),
+            None => (format!("{:?}", self.tile), self.split_k as u32),
+        }
+    }
+}
+
+/// The first of `steps` steps along K of a CTA among `split_k`, which may have whole ranges.
+fn first_step(steps: usize, ranges: Option<usize>, rank: usize, split_k: usize) -> usize {
+    match ranges {
+        Some(ranges) => steps * (ranges * rank / split_k) / ranges,
+        None => steps * rank / split_k,
     }
 }
 
@@ -273,8 +417,8 @@ pub(super) fn skinny_gemm(
             (Some(*x), next)
         }
         (Input::FusedNorm(norm, _), None) => (Some(norm.rows()), Some(norm)),
-        (Input::Residual(_), None) => (None, None),
-        (Input::FusedNorm(..) | Input::Residual(_), Some(_)) => {
+        (Input::Residual(_) | Input::Normalized(_), None) => (None, None),
+        (Input::FusedNorm(..) | Input::Residual(_) | Input::Normalized(_), Some(_)) => {
             bail!(
                 Internal,
                 "a product between two norms that are fused into it"
@@ -285,14 +429,18 @@ pub(super) fn skinny_gemm(
         Input::Residual(row) => row.argument(m, k, output)?,
         _ => ResidualArgument::default(),
     };
+    let normalized = || match input {
+        Input::Normalized(rows) => rows.argument(m, k),
+        _ => Ok(NormalizedArgument::default()),
+    };
     let features: Vec<usize> = matrices.iter().map(|(w, _)| w.rows).collect();
     let counts = plan.tile.counts(&features);
     let tiles = counts[counts.len() - 1];
     let up_to = |i: usize| int("tiles", *counts.get(i).unwrap_or(&tiles));
     let steps = k.div_ceil(plan.tile.step());
     let k_range = |i: usize| {
-        let first = steps * i / plan.split_k;
-        let count = steps * (i + 1) / plan.split_k - first;
+        let first_step = |i| first_step(steps, plan.ranges, i, plan.split_k);
+        let (first, count) = (first_step(i), first_step(i + 1) - first_step(i));
         // Steps of a CTA times steps of a tile are far below 2^32, since a row fits shared memory. The kernel itself handles division by 1.
         KRange {
             first: first as i32,
@@ -319,6 +467,8 @@ pub(super) fn skinny_gemm(
             activation: glu.activation as i32,
             norm: norm.map_or(Ok(NormArgument::default()), |norm| norm.argument(m))?,
             residual,
+            ranges: plan.ranges.unwrap_or(1) as i32,
+            normalized: normalized()?,
         };
         let planned = match &plan.last {
             Some(last) if rows < plan.rows => last,

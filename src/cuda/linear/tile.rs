@@ -27,6 +27,14 @@ impl Tile {
         }
     }
 
+    /// The tile of deterministic plans, whatever the rows.
+    pub(super) fn in_ranges(output: Output) -> Tile {
+        match output {
+            Output::Glu(_) | Output::GluFragmentMajor(_) => Tile::GateUp,
+            _ => Tile::Tall,
+        }
+    }
+
     /// K elements that a warp takes at a time.
     pub(super) const fn step(self) -> usize {
         match self {

@@ -72,31 +72,23 @@ impl Tiling {
         if glu && !kernel.has_glu() {
             return None;
         }
-        let features: Vec<usize> = match output {
-            // A CTA has half as many features of each matrix. A fragment-major result is padded with zeros.
-            Output::Glu(_) => vec![2 * matrices[0].rows],
-            Output::GluFragmentMajor(_) => vec![2 * matrices[0].rows.next_multiple_of(CHUNK_K)],
-            _ => matrices.iter().map(|w| w.rows).collect(),
-        };
+        let features = features(matrices, output);
         let tiles = |columns, whole| Tiles {
             kernel,
             glu,
             columns,
             whole,
         };
-        let most = tiles(kernel.most_rows(), false);
-        let along_features = features.iter().map(|n| n.div_ceil(kernel.features())).sum();
-        // The ranges of K of a single tile of rows serve any number of them.
+        let most_rows = kernel.most_rows();
+        let along_features = along_features(kernel, &features);
         let ranges = match kernel {
-            TileKernel::Wide if hardware.deterministic => {
-                Some(split_k(most, hardware, along_features, k))
-            }
+            TileKernel::Wide if hardware.deterministic => Some(ranges(hardware, matrices, output)),
             _ => None,
         };
         let tiles = match ranges {
             // Many rows keep the device busy without CTAs that share K.
-            Some(2..) if m > most.columns => tiles(WHOLE_ROWS, true),
-            _ => tiles(m.next_power_of_two().clamp(8, most.columns), false),
+            Some(2..) if m > most_rows => tiles(WHOLE_ROWS, true),
+            _ => tiles(m.next_power_of_two().clamp(8, most_rows), false),
         };
         let along_rows = m.div_ceil(tiles.columns);
         let split_k = match kernel {
@@ -115,6 +107,36 @@ impl Tiling {
             sum: sums.then(|| sum.of(TileVariant::TiledSum)),
         })
     }
+}
+
+/// The output features of each matrix, or of those that a gated activation joins.
+fn features(matrices: &[MatrixShape], output: Output) -> Vec<usize> {
+    match output {
+        // A CTA has half as many features of each matrix. A fragment-major result is padded with zeros.
+        Output::Glu(_) => vec![2 * matrices[0].rows],
+        Output::GluFragmentMajor(_) => vec![2 * matrices[0].rows.next_multiple_of(CHUNK_K)],
+        _ => matrices.iter().map(|w| w.rows).collect(),
+    }
+}
+
+/// CTAs along output features.
+fn along_features(kernel: TileKernel, features: &[usize]) -> usize {
+    features.iter().map(|n| n.div_ceil(kernel.features())).sum()
+}
+
+/// The ranges of K of Hopper's deterministic products, whatever their rows: those of wide tiles with the most rows.
+pub(super) fn ranges(hardware: &Hardware, matrices: &[MatrixShape], output: Output) -> usize {
+    // Rows of either layout have the same ranges.
+    let output = output.applied().map_or(output, Output::GluFragmentMajor);
+    let kernel = TileKernel::Wide;
+    let most = Tiles {
+        kernel,
+        glu: output.applied().is_some(),
+        columns: kernel.most_rows(),
+        whole: false,
+    };
+    let blocks = along_features(kernel, &features(matrices, output));
+    split_k(most, hardware, blocks, matrices[0].cols)
 }
 
 /// The number of CTAs along K = `k` that lets as many CTAs as possible run, all at once. `blocks` counts the CTAs without split-K.

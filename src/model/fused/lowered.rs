@@ -43,6 +43,9 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
         Unit::Argmax,
         Unit::Draw,
     ];
+    if deterministic {
+        units.push(Unit::LinearSkinnyRanges);
+    }
     if spec.drafter.is_some() {
         units.push(Unit::DrafterRows);
     }

@@ -12,8 +12,8 @@ use crate::base::memory::Tag;
 use crate::base::{Error, Result};
 use crate::cuda::{
     self, BesideExperts, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit,
-    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NormedAddend, Output, ResidualRow,
-    RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
+    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NormalizedRows, NormedAddend, Output,
+    ResidualRow, RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
 };
 use crate::model::adapter::Adapts;
 use crate::model::order::Half;
@@ -608,6 +608,16 @@ impl<'a> FusedPass<'a> {
             Applied::Before => normed.layout.input(&self.memory.input, 1.0),
             Applied::Epilogue => Input::FusedNorm(self.fused_norm(normed.norm)?, normed.layout),
             Applied::Prologue => Input::Residual(self.residual_row(normed.norm)?),
+            Applied::OnLoad => Input::Normalized(self.normalized_rows(normed.norm)?),
+        })
+    }
+
+    /// The residual stream, whose norm a GEMM applies on the way to shared memory.
+    fn normalized_rows(&self, norm: Norm) -> Result<NormalizedRows<'a>> {
+        Ok(NormalizedRows {
+            x: &self.memory.residual,
+            weight: self.norm_weight(norm)?,
+            eps: self.source.spec.norm_eps,
         })
     }
 

@@ -56,6 +56,7 @@ impl Normed {
             Applied::Before => InputForm::Plain(self.layout),
             Applied::Epilogue => InputForm::FusedNorm(self.layout),
             Applied::Prologue => InputForm::Residual,
+            Applied::OnLoad => InputForm::Normalized,
         }
     }
 }
@@ -69,6 +70,8 @@ pub(super) enum Applied {
     Epilogue,
     /// The prologue of the GEMM that takes the row. It also normalizes the output of the previous half and adds it.
     Prologue,
+    /// The prologue of the GEMM that takes the rows, with the bits of the separate kernel.
+    OnLoad,
 }
 
 /// Destination of the output of the GEMM that ends a half of a block.
@@ -337,6 +340,10 @@ impl Planner<'_> {
     fn normed(&mut self, norm: Norm, block: usize) -> Normed {
         let layout = self.layout_of(norm);
         let known = self.known.take().filter(|(known, _)| *known == norm);
+        let known = known.or_else(|| {
+            self.normalizes_on_load(norm)
+                .then_some((norm, Applied::OnLoad))
+        });
         if known.is_none() {
             self.push(block, Kernel::Normalize { norm, layout });
         }
@@ -774,25 +781,33 @@ impl Planner<'_> {
 
     /// Whether the GEMMs around a norm apply it: the one with `makes`, whose input has this layout, and those that take the norm.
     fn fuses_norm(&self, makes: MatrixShape, layout: Layout, next: Norm) -> bool {
-        let serves = |takes: &[MatrixShape], output| {
-            let form = InputForm::FusedNorm(layout);
-            GemmPlan::before_norm(self.hardware, self.rows, makes, layout).is_some()
-                && self.served(takes, output, form).is_some()
-        };
-        let same_layout = layout == self.layout_of(next);
+        layout == self.layout_of(next)
+            && GemmPlan::before_norm(self.hardware, self.rows, makes, layout).is_some()
+            && self.taken_by_one_gemm(next, InputForm::FusedNorm(layout))
+    }
+
+    /// Whether the GEMM that takes a norm applies it without help from earlier kernels. Deterministic ones do.
+    fn normalizes_on_load(&self, norm: Norm) -> bool {
+        self.hardware.deterministic
+            && self.layout_of(norm) == Layout::RowMajor
+            && self.taken_by_one_gemm(norm, InputForm::Normalized)
+    }
+
+    /// Whether one GEMM takes the rows of a norm, and takes them in this form.
+    fn taken_by_one_gemm(&self, norm: Norm, form: InputForm) -> bool {
+        let serves = |takes: &[MatrixShape], output| self.served(takes, output, form).is_some();
         // The A factors take rows as they are after the norm.
-        let is_adapted = match next {
+        let is_adapted = match norm {
             Norm::Mixer(_) => self.adapts.mixer_inputs,
             Norm::Mlp(_) => self.adapts.mlp_inputs,
             _ => false,
         };
-        same_layout
-            && !is_adapted
-            && match next {
+        !is_adapted
+            && match norm {
                 Norm::Mlp(i) => match &self.blocks[i].mlp {
                     MlpShape::Dense(mlp) => mlp
                         .gate_up()
-                        .is_some_and(|gate_up| serves(&gate_up, layout.glu(Glu::default()))),
+                        .is_some_and(|gate_up| serves(&gate_up, form.layout().glu(Glu::default()))),
                     _ => false,
                 },
                 Norm::Mixer(i) => match self.blocks[i].mixer.plain_attention() {

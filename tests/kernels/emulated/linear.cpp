@@ -28,9 +28,14 @@ namespace skinny {
 using namespace tile;
 extern char shared[] asm("shared");
 #include "linear/skinny.cu"
-#undef KERNEL
 #undef KERNELS
 #undef FRAGMENT_KERNELS
+#if HAS_WGMMA
+#include "linear/skinny_ranges.cu"
+#undef KERNELS
+#undef FRAGMENT_KERNELS
+#endif
+#undef KERNEL
 }
 namespace tiled {
 using namespace tile;
@@ -72,6 +77,9 @@ namespace embed {
 namespace row_norms {
 using namespace rows;
 #include "linear/row_norms.cu"
+}
+namespace norm {
+#include "norm/rms_norm.cu"
 }
 
 static constexpr u8 POISON = 0xee;
@@ -616,6 +624,65 @@ static void check_residual(void (*kernel)(skinny::Arguments), int k, Output outp
     compare(what, out, 1, features, stride, output, 2e-3, [&](int, int j) { return set.result(j, normed.data(), output); });
 }
 
+#if HAS_WGMMA
+// The skinny GEMM in ranges of K gives rows the bits of the wide kernel; `normalizes` if it takes them before their norm.
+static void check_ranges(const char* name, void (*kernel)(skinny::Arguments), int m, std::initializer_list<int> rows, int k, int ranges, Output output,
+                         bool normalizes, Launched by) {
+    char what[128];
+    snprintf(what, sizeof what, "%s, %d rows, K = %d, %d ranges, %d clusters of %d blocks", name, m, k, ranges, by.clusters, by.split_k);
+    Set set(rows, k);
+    int features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
+    Activations x(m, k);
+    Memory fragment_major(fragment_major_bytes(m, k)), stream(m * k * 4), weight(k * 4);
+    for (int i = 0; i < m * k; i++) ((float*)stream.data())[i] = uniform();
+    for (int i = 0; i < k; i++) ((float*)weight.data())[i] = uniform();
+    if (normalizes) {
+        norm::Arguments n = {(const float*)stream.data(), (const float*)weight.data(), (u16*)x.halves.data(), nullptr, k, 1e-6f};
+        launch(m, 1, 1, norm::THREADS, [&] { norm::rms_norm(n); });
+    }
+    to_fragment_major(x.halves, m, k, fragment_major);
+
+    Memory outs[] = {before(m, stride, features, output), before(m, stride, features, output)};
+    Memory fragments[] = {Memory(fragment_major_bytes(m, features)), Memory(fragment_major_bytes(m, features))};
+    bool in_fragments = output == GLU_FRAGMENT_MAJOR;
+    skinny::Arguments a = arguments_of(set, by.input == skinny::FRAGMENT_MAJOR ? fragment_major : x.halves, m, k, output, in_fragments ? fragments[0] : outs[0], stride, by);
+    a.ranges = ranges;
+    a.normalized = {(const float*)stream.data(), (const float*)weight.data(), 1e-6f};
+    auto first = [&](int split) { return a.chunks * (ranges * split / by.split_k) / ranges; };
+    for (int i = 0; i < skinny::MAX_SPLIT_K; i++) {
+        int split = min(i, by.split_k - 1);
+        a.k_range[i] = {first(split), first(split + 1) - first(split), 0};
+    }
+    launch_skinny(kernel, a, by);
+
+    tile::Arguments w = {};
+    w.x = (const u16*)fragment_major.data();
+    w.out = (in_fragments ? fragments[1] : outs[1]).data();
+    set.fill(w.matrix, true);
+    w.matrices = (int)rows.size();
+    w.m = m, w.k = k, w.out_stride = stride;
+    w.output = in_fragments ? (int)tile::STORE_FRAGMENT_MAJOR : output == GLU ? (int)tile::STORE_F16 : output;
+    w.split_k = ranges;
+    w.out_scale = a.out_scale, w.activation = a.activation;
+    for (int n : rows) tiles += ceil_div(n, wide::FEATURES);
+    if (is_glu(output)) tiles = ceil_div(2 * (in_fragments ? padded_k(features) : features), wide::FEATURES);
+    launch(tiles, 1, ranges, wide::THREADS, [&] {
+        if (is_glu(output)) return wide::linear_wide_glu_16(w);
+        wide::linear_wide_16(w);
+    }, ranges);
+    for (int i = 0; i < 2 && in_fragments; i++) to_row_major(what, fragments[i], m, features, outs[i]);
+    for (Memory& out : outs) out.check(what);
+    int bytes = output == F32 || output == ADD ? 4 : 2;
+    for (int i = 0; i < m; i++) {
+        for (int j = 0; j < stride; j++) {
+            size_t at = ((size_t)i * stride + j) * bytes;
+            auto value = [&](Memory& out) { return bytes == 2 ? f16_to_float(*(u16*)(out.data() + at)) : *(float*)(out.data() + at); };
+            if (memcmp(outs[0].data() + at, outs[1].data() + at, bytes)) wrong(what, i, j, value(outs[0]), value(outs[1]));
+        }
+    }
+}
+#endif
+
 int main() {
     check_int8(9, 272);
     check_int8(300, 16);
@@ -728,6 +795,26 @@ int main() {
         check_fused_norm(add_fragments_16, f_fragments_16, 11, 400, 640, factor, F32, rows, rows);
         check_fused_norm(add_fragments_16, glu_fragments_16, 16, 272, 192, factor, GLU_FRAGMENT_MAJOR, rows, pair);
     }
+#if HAS_WGMMA
+    auto ranges_of = [](skinny::Input input, skinny::Tile tile, int clusters, int split_k) { return Launched{input, tile, clusters, split_k}; };
+#define RANGES(NAME) #NAME, [](skinny::Arguments a) { skinny::skinny_ranges_##NAME(a); }
+    check_ranges(RANGES(f32_1), 1, {40, 24, 9}, 912, 2, F32, false, ranges_of(skinny::ROW_MAJOR, skinny::TALL, 3, 1));
+    check_ranges(RANGES(add_1), 1, {150}, 1296, 3, ADD, false, ranges_of(skinny::ROW_MAJOR, skinny::TALL, 2, 2));
+    check_ranges(RANGES(glu_1), 1, {203, 203}, 272, 1, GLU, false, ranges_of(skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1));
+    check_ranges(RANGES(f16_4), 3, {33}, 1040, 3, F16, false, ranges_of(skinny::ROW_MAJOR, skinny::TALL, 1, 1));
+    check_ranges(RANGES(add_4), 4, {40}, 1168, 2, ADD, false, ranges_of(skinny::ROW_MAJOR, skinny::TALL, 1, 2));
+    check_ranges(RANGES(glu_4), 2, {20, 20}, 784, 2, GLU, false, ranges_of(skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1));
+    check_ranges(RANGES(f32_fragments_8), 8, {40, 20}, 400, 1, F32, false, ranges_of(skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 1));
+    check_ranges(RANGES(add_fragments_8), 7, {83}, 2320, 5, ADD, false, ranges_of(skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 2));
+    check_ranges(RANGES(glu_fragments_8), 6, {128, 128}, 1040, 2, GLU_FRAGMENT_MAJOR, false, ranges_of(skinny::FRAGMENT_MAJOR, skinny::GATE_UP, 3, 1));
+    check_ranges(RANGES(add_fragments_16), 11, {83}, 1296, 3, ADD, false, ranges_of(skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 2));
+    check_ranges(RANGES(f16_fragments_16), 16, {40}, 656, 2, F16, false, ranges_of(skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 1));
+    check_ranges(RANGES(glu_fragments_16), 13, {40, 40}, 272, 1, GLU_FRAGMENT_MAJOR, false, ranges_of(skinny::FRAGMENT_MAJOR, skinny::GATE_UP, 2, 1));
+    check_ranges(RANGES(f32_norm_1), 1, {40, 24, 9}, 4096, 3, F32, true, ranges_of(skinny::NORMALIZED, skinny::TALL, 2, 2));
+    check_ranges(RANGES(f32_norm_4), 3, {40, 24}, 656, 2, F32, true, ranges_of(skinny::NORMALIZED, skinny::TALL, 2, 1));
+    check_ranges(RANGES(glu_norm_1), 1, {20, 20}, 272, 1, GLU, true, ranges_of(skinny::NORMALIZED, skinny::GATE_UP, 1, 1));
+    check_ranges(RANGES(glu_norm_4), 4, {20, 20}, 912, 2, GLU, true, ranges_of(skinny::NORMALIZED, skinny::GATE_UP, 1, 1));
+#endif
     check_int8_products(3, 20, 528, 2);
     check_int8_products(70, 140, 592, 3);
     check_f32_products(64, 130, 592, 3);

@@ -45,6 +45,7 @@ impl fmt::Display for Normed {
             Applied::Before => "normalized",
             Applied::Epilogue => "RMSNorm in the epilogue",
             Applied::Prologue => "post norm, add, RMSNorm in the prologue",
+            Applied::OnLoad => "RMSNorm in the prologue",
         };
         write!(f, "{how}, {}", layout_name(self.layout))
     }

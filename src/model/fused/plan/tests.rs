@@ -184,6 +184,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
     // The prologue of a GEMM leaves the previous half, and enters its own.
     let prologue = |input: &Normed| match (input.applied, input.norm) {
         (Applied::Before | Applied::Epilogue, _) => Vec::new(),
+        (Applied::OnLoad, norm) => enter(norm),
         (Applied::Prologue, norm) => {
             let (before, half) = match norm {
                 Norm::Mlp(i) => (i, Half::Mixer),
@@ -710,8 +711,8 @@ fn gemm(kernel: &Kernel) -> Option<&GemmPlan> {
     }
 }
 
-/// A kernel, with its GEMM as what decides the order of sums.
-fn sums(step: &PlannedKernel) -> String {
+/// A kernel, with its GEMM as what decides the order of sums, after the norm that it applies with the bits of a separate kernel.
+fn sums(step: &PlannedKernel) -> Vec<String> {
     let kernel = format!("{:?}", step.kernel);
     // Kernels of attention differ by how they find their rows, and layouts change no sum.
     let name = match &step.kernel {
@@ -727,7 +728,37 @@ fn sums(step: &PlannedKernel) -> String {
         Kernel::GateUp { fused: true, .. } | Kernel::AdaptedGateUp { .. }
     );
     let sums = gemm(&step.kernel).map(GemmPlan::sums);
-    format!("{} {name} {fused} {sums:?}", step.block)
+    let normalizes = match &step.kernel {
+        Kernel::Qkv { input, .. } | Kernel::GateUp { input, .. } => {
+            input.applied == Applied::OnLoad
+        }
+        _ => false,
+    };
+    let norm = normalizes.then(|| format!("{} Normalize false None", step.block));
+    let own = format!("{} {name} {fused} {sums:?}", step.block);
+    norm.into_iter().chain([own]).collect()
+}
+
+/// Deterministic steps of few rows stream weights, and the first few normalize on load.
+#[test]
+fn deterministic_steps_of_few_rows_are_by_the_skinny_gemm() {
+    let (model, hardware) = (model(&QWEN3_4B, WeightType::Nvfp4), H200.deterministic());
+    for (rows, gemms, norms) in [
+        (1, "skinny_ranges_", 0),
+        (4, "skinny_ranges_", 0),
+        (8, "skinny_ranges_", 7),
+        (16, "skinny_ranges_", 7),
+        (64, "linear_wide_", 7),
+    ] {
+        let own = model.own_blocks();
+        let steps = plan(&model, own, rows, Rows::Step, Adapts::NOTHING, &hardware).unwrap();
+        let is_norm = |step: &&PlannedKernel| matches!(step.kernel, Kernel::Normalize { .. });
+        assert_eq!(steps.iter().filter(is_norm).count(), norms, "{rows} rows");
+        for gemm in steps.iter().filter_map(|step| gemm(&step.kernel)) {
+            let by = gemm.to_string();
+            assert!(by.starts_with(gemms), "{rows} rows: {by}");
+        }
+    }
 }
 
 /// A deterministic plan takes the sums of a row in the same order, however many rows there are and in whichever kind of pass.
@@ -777,7 +808,7 @@ fn deterministic_plans_add_in_one_order() {
                 let steps = kept
                     .map(|i| &steps[i])
                     .filter(|step| !stores(step) && !is_head(step) && !is_adapted(step));
-                let got: Vec<String> = steps.map(sums).collect();
+                let got: Vec<String> = steps.flat_map(sums).collect();
                 let want = first.get_or_insert_with(|| got.clone());
                 assert_eq!(&got, want, "{name}, {rows} rows, {kind:?}, {adapts:?}");
             }
@@ -789,8 +820,7 @@ fn deterministic_plans_add_in_one_order() {
                 layout,
                 applied: Applied::Before,
             };
-            let gemm = head(model.head, &input, rows, &hardware).unwrap();
-            (layout, gemm.sums())
+            head(model.head, &input, rows, &hardware).unwrap().sums()
         });
         assert!(
             heads.iter().all(|head| *head == heads[0]),
