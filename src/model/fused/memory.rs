@@ -148,7 +148,7 @@ impl Memory {
                 false => None,
             },
             adapters: None,
-            splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), sizes.split_rows(rows, batch))?,
+            splits: SplitKvWorkspace::new(gpu, sizes.split_kv(), batch)?,
             norms: NormScratch::new(gpu, sizes.hidden)?,
             linear: LinearScratch::new_on(gpu, device, linear_rows, k, copy)?,
             history: Pinned::new(gpu, Tag::Scratch, bytes.history)?,

@@ -162,7 +162,7 @@ pub(in crate::model) fn working_bytes(
             .map_or(0, |sizes| RecurrentScratch::bytes_of(sizes, rows, batch)),
         experts,
         per_layer.map_or(0, |sizes| PerLayerScratch::bytes_of(sizes, rows)),
-        SplitKvWorkspace::bytes_of(sizes.split_kv(), sizes.split_rows(rows, batch)),
+        SplitKvWorkspace::bytes_of(sizes.split_kv(), batch),
         NormScratch::bytes_of(sizes.hidden),
         LinearScratch::bytes_of(sizes.scratch_device(device), linear_rows, k, copy),
     ];

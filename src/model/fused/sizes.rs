@@ -35,9 +35,6 @@ pub(in crate::model) struct Sizes {
     pub(super) deterministic: bool,
 }
 
-/// Rows for which a deterministic prompt has room in the split-KV workspace: enough to keep a device busy.
-const ROWS_AT_ONCE: usize = 64;
-
 /// Sizes of per-layer embeddings.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct PerLayerSizes {
@@ -138,14 +135,6 @@ impl Sizes {
         let each = self.attentions.iter();
         let sizes = each.map(|a| SplitKvWorkspace::sizes(a.heads, a.kv_heads, a.head_dim));
         sizes.fold((0, 0), |a, b| (a.0.max(b.0), a.1.max(b.1)))
-    }
-
-    /// Rows that have room in the split-KV workspace, in passes of so many rows and sequences.
-    pub(super) fn split_rows(&self, rows: usize, sequences: usize) -> usize {
-        match self.deterministic {
-            true => sequences.max(rows.min(ROWS_AT_ONCE)),
-            false => sequences,
-        }
     }
 
     /// The device for which scratch memory is sized: `device`, with deterministic plans if the model is deterministic.
