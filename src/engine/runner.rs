@@ -371,7 +371,7 @@ impl State {
         let most = model.pass_rows().saturating_sub(rows).max(1);
         let is_gpu = model.device().is_cuda();
         let least = match is_gpu {
-            true => model.pass_rows() / GPU_SHARE,
+            true => (model.pass_rows() / GPU_SHARE).min(most),
             false => 1,
         };
         // Sequences that generate and are not here yet wait for the end of the pass too.
