@@ -62,6 +62,12 @@ impl Model {
         is_recorded.then_some(fused::MOST_VERIFIED - 1)
     }
 
+    /// The number of passes recorded so far on a GPU. A step in which it changes has also recorded its pass, and says nothing of later ones.
+    pub fn recorded_passes(&self) -> u64 {
+        self.executor()
+            .map_or(0, |executor| executor.recorded_passes())
+    }
+
     /// Fails unless [`Model::has_drafter`].
     pub fn check_drafter(&self) -> Result<()> {
         self.drafter(&self.weights()).map(|_| ())

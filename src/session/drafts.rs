@@ -45,6 +45,27 @@ pub struct DraftCounts {
     pub accepted: usize,
 }
 
+/// The beginning of a step whose time decides how many tokens are drafted.
+pub(super) struct StepStart {
+    at: Instant,
+    recorded: u64,
+}
+
+impl StepStart {
+    pub(super) fn now(model: &Served) -> StepStart {
+        StepStart {
+            at: Instant::now(),
+            recorded: model.recorded_passes(),
+        }
+    }
+
+    /// The seconds since; `None` if a pass was recorded in them, which later steps need not do.
+    pub(super) fn seconds(&self, model: &Served) -> Option<f64> {
+        let is_like_later_ones = model.recorded_passes() == self.recorded;
+        is_like_later_ones.then(|| self.at.elapsed().as_secs_f64())
+    }
+}
+
 /// The drafts of one generation.
 #[derive(Debug, Default)]
 pub(super) struct Drafts {
@@ -231,7 +252,7 @@ impl Session {
         found: Option<Vec<u32>>,
     ) -> Result<()> {
         let len = self.tokens.len();
-        let mut start = Instant::now();
+        let mut start = StepStart::now(&self.model);
         let chosen = match (drafts.source, &mut self.companion) {
             (Source::Model, Some(companion)) => companion.follow(&self.tokens),
             _ => Ok(true),
@@ -242,7 +263,7 @@ impl Session {
         }
         let chosen = chosen.and_then(|_| {
             // Tokens that a draft model had yet to run say nothing of the steps to come.
-            start = Instant::now();
+            start = StepStart::now(&self.model);
             self.chosen_with_drafts(sampler, drafts, count, found)
         });
         let drafted = self.tokens.len() - len;
@@ -265,7 +286,9 @@ impl Session {
         let is_wrong = chosen.len() <= drafted && !is_stopped;
         let pace = self.paces.of(drafts.source);
         pace.record_drafts(chosen.len() - 1, is_wrong);
-        pace.record(count, start.elapsed().as_secs_f64());
+        if let Some(seconds) = start.seconds(&self.model) {
+            pace.record(count, seconds);
+        }
         drafts.ahead.extend(chosen);
         Ok(())
     }

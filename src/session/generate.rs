@@ -2,12 +2,11 @@
 
 use std::collections::VecDeque;
 use std::ops::ControlFlow;
-use std::time::Instant;
 
 use super::adjustments::Adjuster;
 use super::answer::Answer;
 use super::constraint::{Constraint, Next};
-use super::drafts::{DraftCounts, Drafts};
+use super::drafts::{DraftCounts, Drafts, StepStart};
 use super::options::{Finish, GenerateOptions};
 use super::probabilities::TokenProbabilities;
 use super::timings::{Stopwatch, Timings};
@@ -362,11 +361,11 @@ impl Session {
             {
                 return Ok((token, None));
             }
-            let (start, is_step) = (Instant::now(), self.is_between_steps());
+            let is_step = self.is_between_steps();
+            let start = StepStart::now(&self.model);
             let token = self.flush_and_choose(sampler, mask, left > 1)?;
-            if is_step {
-                let pace = self.paces.of(drafts.source());
-                pace.record(0, start.elapsed().as_secs_f64());
+            if is_step && let Some(seconds) = start.seconds(&self.model) {
+                self.paces.of(drafts.source()).record(0, seconds);
             }
             return Ok((token, None));
         }

@@ -6,7 +6,7 @@ use super::options::MOST_DRAFTS;
 const RETRY: usize = 64;
 /// Weight of a new time in the running mean of its number.
 const NEW: f64 = 0.25;
-/// A step that takes longer than so many steps for each of its rows has done something once, such as recording a pass of a GPU.
+/// A step that takes longer than so many steps for each of its rows has done something once, such as loading kernels.
 const SLOW: f64 = 2.0;
 /// Factor of the counts of compared tokens with each further step that compares some.
 const KEPT: f64 = 0.98;
@@ -47,7 +47,7 @@ impl Paces {
 }
 
 /// The number of drafted tokens by which a session has been fastest, of some. Each that may pay is tried once, and twice if it is none or took
-/// suspiciously long: the first step of a kind may record a pass. Then the one is taken with the most tokens a second: the tokens that a step
+/// suspiciously long: the first step of a kind may load kernels. Then the one is taken with the most tokens a second: the tokens that a step
 /// with it gives on average by the share of drafted tokens that were right, over the running mean of the measured times of its steps. Every
 /// [`RETRY`] steps the next number is tried again, so that drafts that do not pay cost little, and begin again when they do.
 #[derive(Clone, Debug, Default)]

@@ -96,6 +96,22 @@ fn a_step_ahead_changes_nothing() {
     }
 }
 
+/// A pass is counted as recorded when it first runs, and not when it runs again.
+#[test]
+fn passes_are_recorded_once() {
+    let Some(gpu) = gpu() else { return };
+    let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
+    let prompt = some_tokens(&model, 20);
+    let recorded_after_a_text = || {
+        let mut session = prompted(&model, &with_context(64), &prompt);
+        generated(&mut session, 12, &SamplingOptions::default());
+        model.recorded_passes()
+    };
+    let first = recorded_after_a_text();
+    assert!(first > 0);
+    assert_eq!(recorded_after_a_text(), first);
+}
+
 #[test]
 fn adjusted_logits_decide_on_a_gpu_too() {
     let Some(gpu) = gpu() else { return };

@@ -1,5 +1,6 @@
 //! Runs a model by fused kernels, in working memory that belongs to the model. One caller at a time.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::embedding::HostTables;
@@ -13,6 +14,8 @@ pub(in crate::model) struct Executor {
     pub(super) lowered: Lowered,
     /// Shared with the executor of the model's next weights.
     memory: Arc<Mutex<Memory>>,
+    /// Passes recorded so far.
+    pub(super) recorded: AtomicU64,
 }
 
 impl Executor {
@@ -31,6 +34,7 @@ impl Executor {
         Ok(Executor {
             lowered,
             memory: Arc::new(Mutex::new(memory)),
+            recorded: AtomicU64::new(0),
         })
     }
 
@@ -49,12 +53,18 @@ impl Executor {
                 Lowered::new(&self.lowered.gpu, source, tables, deterministic)?
             },
             memory: self.memory.clone(),
+            recorded: AtomicU64::new(self.recorded_passes()),
         })
     }
 
     /// Bytes held here rather than with the weights: tables in host memory.
     pub(in crate::model) fn bytes(&self) -> usize {
         self.lowered.bytes()
+    }
+
+    /// The number of passes that have been recorded. A pass that is recorded takes several times as long as later ones of its kind.
+    pub(in crate::model) fn recorded_passes(&self) -> u64 {
+        self.recorded.load(Ordering::Relaxed)
     }
 
     pub(super) fn memory(&self) -> MutexGuard<'_, Memory> {

@@ -1,6 +1,8 @@
 //! Decode steps: one new token for each of up to [`BATCH`] sequences. A step is a recorded graph, which ends with the choice of the next
 //! token and leaves the device ready for the next step.
 
+use std::sync::atomic::Ordering;
+
 use super::executor::Executor;
 use super::graphs::{GraphKey, GraphKind, Selection, bucket};
 use super::lowered::{Lowered, Source, attention_units};
@@ -326,6 +328,7 @@ impl Executor {
         enqueue(memory)?;
         let graph = Graph::record(&self.lowered.gpu, || enqueue(memory))?;
         memory.graphs.keep(key, graph);
+        self.recorded.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
