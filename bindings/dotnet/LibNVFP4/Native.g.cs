@@ -346,7 +346,8 @@ namespace LibNVFP4
         internal ulong BlocksEvicted;
         // Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
         internal ulong ReservedBytes;
-        // Reserved bytes that neither sessions nor the prefix cache take.
+        // Reserved bytes that neither sessions nor the prefix cache take. On a GPU the blocks that padding rows of passes write to, taken
+        // once for each KV type in use, are in none of `used_bytes`, `cached_bytes` and `free_bytes`.
         internal ulong FreeBytes;
         // Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
         internal ulong Preemptions;

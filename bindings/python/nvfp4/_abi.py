@@ -841,7 +841,8 @@ class ModelStatistics(Structure):
     - `cached_bytes`: Their bytes.
     - `blocks_evicted`: Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
     - `reserved_bytes`: Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
-    - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take.
+    - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take. On a GPU the blocks that padding rows of passes write
+      to, taken once for each KV type in use, are in none of `used_bytes`, `cached_bytes` and `free_bytes`.
     - `preemptions`: Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
     - `recomputed_tokens`: Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights: see
       NVFP4_trainer_model(). They count as prompt tokens too.

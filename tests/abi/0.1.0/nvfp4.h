@@ -1086,7 +1086,10 @@ typedef struct NVFP4_ModelStatistics {
     uint64_t blocks_evicted;
     /** Bytes reserved by `kv_bytes` of NVFP4_LoadOptions. */
     uint64_t reserved_bytes;
-    /** Reserved bytes that neither sessions nor the prefix cache take. */
+    /**
+     * Reserved bytes that neither sessions nor the prefix cache take. On a GPU the blocks that padding rows of passes write to, taken once
+     * for each KV type in use, are in none of `used_bytes`, `cached_bytes` and `free_bytes`.
+     */
     uint64_t free_bytes;
     /** Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again. */
     uint64_t preemptions;
