@@ -889,7 +889,7 @@ class Models(unittest.TestCase):
         self.assertRaises(TypeError, nvfp4.Model.from_files, contents, quantize={"colour": 1})
         model.close()
         gc.collect()
-        self.assertEqual(nvfp4._files._used, {})
+        self.assertEqual(nvfp4.native._held, {})
         # The interpreter ends while a model has files.
         code = f"import nvfp4\nread = lambda name: open({untied!r} + '/' + name, 'rb')\n" \
                f"model = nvfp4.Model.from_files({{name: read(name) for name in {names!r}}}, device='cpu')\nsession = model.session()\n" \
@@ -1613,7 +1613,7 @@ class Conversations(unittest.TestCase):
         # The executor takes no more; the thread that calls does the work.
         self.assertEqual(answer(models[0]), expected)
         models[0].close()
-        self.assertFalse(nvfp4.models._submitting)
+        self.assertEqual(nvfp4.native._held, {})
         self.assertRaises(TypeError, nvfp4.Pool, 3)
         self.assertRaises(TypeError, nvfp4.Model, self.path, pool=executor)
         self.assertRaises(nvfp4.InvalidArgument, nvfp4.Pool, submit, -1)

@@ -203,15 +203,6 @@ class Tokenizer(Single):
                                 ctypes.byref(how), add_generation_prompt)
 
 
-_submitting = {}  # The callbacks of pools, each by its word.
-_words = itertools.count(1)
-
-
-@native.PoolRelease
-def _released(word):
-    del _submitting[word]
-
-
 class Pool(Handle):
     """
     Threads of the program that work for models on the CPU, with pool= of Model, in place of threads of the library; any number of models may
@@ -228,20 +219,16 @@ class Pool(Handle):
         if not callable(submit):
             raise TypeError(f"a Pool takes a function that has a thread call what it is given, not {submit!r}")
 
-        def schedule(_word, run, task):
+        def schedule(_user, run, task):
             try:
                 submit(native.PoolTask(run), task)
             except BaseException:
                 return 1
             return 0
 
-        word = next(_words)
-        _submitting[word] = native.PoolSubmit(schedule)
-        try:
-            self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.pool_create, threads, _submitting[word], word, _released)
-        except BaseException:
-            del _submitting[word]
-            raise
+        callback = native.PoolSubmit(schedule)
+        with native.holding(callback) as user:
+            self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.pool_create, threads, callback, user, native.release)
 
 
 class Model(Handle):
