@@ -74,7 +74,6 @@ impl Footprint {
         if kind == DeviceKind::Cuda {
             check_experts(&held)?;
         }
-        let mapped = held.tensors.iter().map(mapped_bytes).sum::<Result<u64>>()?;
         let weights = bytes_of(&held, &spec, kind, sampling_only)?;
         let threads = options.device.threads();
         let checking = Bytes {
@@ -102,7 +101,7 @@ impl Footprint {
             device: options.device.clone(),
             activations: options.activations,
             weights,
-            mapped_bytes: mapped,
+            mapped_bytes: mapped_bytes(&held)?,
             load_peak: weights + working.times(threads as u64),
             factors: factors.collect(),
             sizes,
@@ -203,16 +202,21 @@ impl Footprint {
     }
 }
 
-/// Bytes of the weights of the model in an opened checkpoint on a kind of device; `quantize` says whether dense weights are quantized while
-/// they are loaded. Fails, with the error of loading, for a checkpoint that cannot be run. Reads no tensors.
+/// Bytes of the weights of the model in an opened checkpoint on a kind of device, and of those that are mapped beside them; `quantize` says
+/// whether dense weights are quantized while they are loaded. Fails, with the error of loading, for a checkpoint that cannot be run. Reads no
+/// tensors.
 pub fn weight_bytes(
     checkpoint: &dyn Checkpoint,
     device: DeviceKind,
     quantize: bool,
-) -> Result<Bytes> {
+) -> Result<(Bytes, u64)> {
     let spec = spec_of(checkpoint)?;
-    let held = load::held_tensors(checkpoint, &spec, quantize, false, false)?;
-    bytes_of(&held, &spec, device, false)
+    let packed = match device {
+        DeviceKind::Cpu => MappedWeights::beside(checkpoint, false)?.is_some(),
+        DeviceKind::Cuda => false,
+    };
+    let held = load::held_tensors(checkpoint, &spec, quantize, false, packed)?;
+    Ok((bytes_of(&held, &spec, device, false)?, mapped_bytes(&held)?))
 }
 
 fn bytes_of(
@@ -256,14 +260,15 @@ fn bytes_of(
     Ok(tensors + vectors(ones) + beside)
 }
 
-/// Bytes of a tensor that are mapped from a file.
-fn mapped_bytes(tensor: &HeldTensor) -> Result<u64> {
-    match tensor.form {
+/// Bytes of tensors that are mapped from a file.
+fn mapped_bytes(held: &HeldTensors<'_>) -> Result<u64> {
+    let each = held.tensors.iter().map(|tensor| match tensor.form {
         HeldForm::Matrix { kind, rows, cols } if tensor.is_mapped => {
             Ok(Linear::bytes_of(DeviceKind::Cpu, rows, cols, kind)?.host)
         }
         _ => Ok(0),
-    }
+    });
+    each.sum()
 }
 
 /// Working memory of loading a tensor.
