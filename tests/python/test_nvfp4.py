@@ -822,6 +822,14 @@ class Models(unittest.TestCase):
         self.assertNotIn("merges.txt", os.listdir(path))
         nvfp4.convert(self.reciting, path, replace=True, tables="int8")
         self.assertEqual(nvfp4.Model(path).info["formats"]["int8"]["tensors"], 1)
+        nvfp4.convert(self.reciting, path, replace=True, packed=True)
+        with nvfp4.Model(path, device="cpu", packed="required") as model:
+            self.assertGreater(model.info["mapped_bytes"], 0)
+        os.remove(os.path.join(path, "packed.nvfp4"))
+        nvfp4.convert(path, path, packed=True)
+        self.assertIn("packed.nvfp4", os.listdir(path))
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "keep_head has no effect"):
+            nvfp4.convert(path, path, packed=True, keep_head=True)
         with self.assertRaisesRegex(nvfp4.Unsupported, "dat holds no int8 tables"):
             nvfp4.convert(self.reciting, path + ".dat", container="dat", tables="int8")
         with self.assertRaises(nvfp4.InputOutput):

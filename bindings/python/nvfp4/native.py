@@ -295,7 +295,7 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
                 out.logits_processor = ctypes.cast(out.processor.function, ctypes.c_void_p)
         elif field in choices:
             setattr(out, field, choice(choices[field], value))
-        elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):
+        elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved", "reserved2"):
             setattr(out, field, value if isinstance(value, float) else _fitting(kinds[field]).from_param(value))
         else:
             raise TypeError(f"{field!r} is none of the options: {', '.join(kinds)}, device, stop")
