@@ -76,10 +76,7 @@ impl Footprint {
         }
         let weights = bytes_of(&held, &spec, kind, sampling_only)?;
         let threads = options.device.threads();
-        let checking = Bytes {
-            host: held.checked_bytes as u64,
-            device: 0,
-        };
+        let checking = Bytes::of_host(held.checked_bytes as u64);
         let working = held.tensors.iter().map(|tensor| working(tensor, kind));
         let working = working
             .collect::<Result<Vec<_>>>()?
@@ -176,10 +173,7 @@ impl Footprint {
         let parts = self.factors.iter().map(of_factor).chain(attention);
         let workspace = parts.fold(WorkspaceSizes::default(), WorkspaceSizes::max);
         let rows = RowWidths::of(&self.spec).bytes(rows)?;
-        Ok(Bytes {
-            host: (rows + workspace.bytes()) as u64,
-            device: 0,
-        })
+        Ok(Bytes::of_host((rows + workspace.bytes()) as u64))
     }
 
     /// Most bytes of recorded passes, in the memory of the driver on the device and on the host together; 0 on the CPU.
@@ -228,14 +222,8 @@ fn bytes_of(
     let vectors = |floats: usize| {
         let bytes = (floats * size_of::<f32>()) as u64;
         match device {
-            DeviceKind::Cpu => Bytes {
-                host: bytes,
-                device: 0,
-            },
-            DeviceKind::Cuda => Bytes {
-                host: 0,
-                device: bytes,
-            },
+            DeviceKind::Cpu => Bytes::of_host(bytes),
+            DeviceKind::Cuda => Bytes::of_device(bytes),
         }
     };
     let own = held.tensors.iter().filter(|tensor| !tensor.is_mapped);
@@ -273,10 +261,7 @@ fn mapped_bytes(held: &HeldTensors<'_>) -> Result<u64> {
 
 /// Working memory of loading a tensor.
 fn working(tensor: &HeldTensor, device: DeviceKind) -> Result<Bytes> {
-    let converted = Bytes {
-        host: tensor.converted_bytes as u64,
-        device: 0,
-    };
+    let converted = Bytes::of_host(tensor.converted_bytes as u64);
     match tensor.form {
         HeldForm::Matrix { kind, rows, cols } => {
             // A mapped weight is compared with some rows at a time that are packed again.
