@@ -1086,7 +1086,10 @@ typedef struct NVFP4_ModelStatistics {
     uint64_t blocks_evicted;
     /** Bytes reserved by `kv_bytes` of NVFP4_LoadOptions. */
     uint64_t reserved_bytes;
-    /** Reserved bytes that neither sessions nor the prefix cache take. */
+    /**
+     * Reserved bytes that neither sessions nor the prefix cache take. On a GPU the blocks that padding rows of passes write to, taken once
+     * for each KV type in use, are in none of `used_bytes`, `cached_bytes` and `free_bytes`.
+     */
     uint64_t free_bytes;
     /** Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again. */
     uint64_t preemptions;
@@ -1213,8 +1216,8 @@ typedef struct NVFP4_ConvertOptions {
     /** 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0. */
     int32_t keep_head;
     /**
-     * Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration; NULL for neither. Default:
-     * NULL.
+     * Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration, and then in bytes of the
+     * file of packed weights; NULL for neither. Default: NULL.
      */
     const NVFP4_CallOptions *call;
     /**
@@ -1229,6 +1232,14 @@ typedef struct NVFP4_ConvertOptions {
      * change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
      */
     const NVFP4_CalibrateOptions *calibrate;
+    /**
+     * 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them, which
+     * processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source` itself,
+     * nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
+     */
+    int32_t packed;
+    /** Must be 0. */
+    int32_t reserved2;
 } NVFP4_ConvertOptions;
 
 /** Kind of a grammar's source. Fill with NVFP4_grammar_options_init(), then change what is to differ. */

@@ -1,10 +1,10 @@
 # What the parts of a release share: where things are, and the tools that they take. Sourced from the repository's root.
 # shellcheck shell=bash
 
-# What decides the bytes of the natives, beside rustc.
+# The versions that decide the bytes of the natives, beside rustc's.
 readonly ZIG=ziglang==0.17.1 ZIGBUILD=cargo-zigbuild==0.24.1 NVRTC=nvidia-cuda-nvrtc==13.0.88
 readonly CYCLONEDX=0.5.9 ABOUT=0.9.3
-# What packs the wheels, and looks at them.
+# The tools that pack and inspect the wheels.
 readonly SETUPTOOLS=setuptools==84.2.1 BUILD=build==1.6.1 AUDITWHEEL=auditwheel==6.8.2
 readonly GLIBC=2.28
 readonly KNOWN_ARCHES=(x86_64 aarch64)

@@ -17,9 +17,9 @@ import sys
 import tempfile
 
 CC = os.environ.get("CC", "gcc")
-# Those differ between any two versions.
+# Macros whose values differ between any two versions.
 VERSIONS = re.compile(r"NVFP4_VERSION_(MAJOR|MINOR|PATCH|NUMBER)")
-# Of no concern to a program.
+# Macros that programs do not use.
 GUARDS = ("NVFP4_H", "NVFP4_API")
 
 

@@ -9,18 +9,13 @@ use std::sync::Arc;
 use NVFP4::base::ErrorKind;
 use NVFP4::base::call::Cancel;
 use NVFP4::engine::Served;
-use NVFP4::format::random::bits;
 use NVFP4::model::LoadOptions;
-use NVFP4::session::{
-    Eviction, Finish, GenerateOptions, Generation, Piece, SamplingOptions, Session, SessionOptions,
-    step,
+use NVFP4::session::{Finish, GenerateOptions, Piece, SamplingOptions};
+use common::drafters::{
+    drawn, generate, greedy, logits, program_equals_fresh_sessions, same, served, session,
+    texts_end_alike,
 };
-use common::drafters::{drawn, greedy, logits, session};
 use common::{Copy, cases, change_tensor, expect_kind, golden, load, options, some_tokens};
-
-fn served(dir: &Copy) -> Arc<Served> {
-    Served::load(&dir.0, &options()).unwrap()
-}
 
 /// A model that agrees with that of a case often: some weights of its last norm are smaller.
 fn near(case: &str) -> Arc<Served> {
@@ -42,40 +37,6 @@ fn by(options: &GenerateOptions, draft: &Arc<Served>, drafts: Option<usize>) -> 
         drafts,
         ..options.clone()
     }
-}
-
-fn generate(session: &mut Session, options: &GenerateOptions, stop_after: usize) -> Generation {
-    let mut pieces = 0;
-    let mut on_piece = |_: Piece<'_>| {
-        pieces += 1;
-        match pieces < stop_after {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
-        }
-    };
-    session.generate(options, &mut on_piece).unwrap()
-}
-
-/// Generates in `drafting` by `options`, and in `without` without drafts, and compares what comes of it. Returns the generation with drafts.
-#[track_caller]
-fn same(
-    without: &mut Session,
-    drafting: &mut Session,
-    options: &GenerateOptions,
-    stop_after: usize,
-) -> Generation {
-    let plain = GenerateOptions {
-        draft_model: None,
-        drafts: Some(0),
-        ..options.clone()
-    };
-    let want = generate(without, &plain, stop_after);
-    let got = generate(drafting, options, stop_after);
-    assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish));
-    assert_eq!((&got.text, got.seed), (&want.text, want.seed));
-    assert_eq!(without.tokens(), drafting.tokens());
-    assert!(got.drafts.accepted <= got.drafts.drafted);
-    got
 }
 
 /// Models of every kind of layers draft for one another: alike, near and unlike ones, those with windows, experts and recurrent layers.
@@ -127,7 +88,7 @@ fn draft_models_change_no_token_and_no_logit() {
     }
 }
 
-/// Random programs of a session: forks, cuts, files, steps, another draft model, and none.
+/// Random programs of a session, with several draft models and none.
 #[test]
 fn programs_with_draft_models_equal_fresh_sessions() {
     let model = load("qwen3_tied");
@@ -139,52 +100,13 @@ fn programs_with_draft_models_equal_fresh_sessions() {
     ];
     let mut counts = [0, 0];
     for program in 0..u64::from(cases(8)) {
-        let mut draws = 0;
-        let mut draw = |below: usize| {
-            draws += 1;
-            bits(program, draws) as usize % below
+        let with = |options, draw: &mut dyn FnMut(usize) -> usize| {
+            let guesses = [None, Some(0), Some(1), Some(2), Some(5)][draw(5)];
+            by(&options, &drafts[draw(4)], guesses)
         };
-        let mut drafting = session(&model, 256);
-        drafting
-            .prefill(&some_tokens(&model, 1 + draw(40)))
-            .unwrap();
-        for _ in 0..12 {
-            match draw(7) {
-                0 => drafting = drafting.fork().unwrap(),
-                1 => {
-                    let len = drafting.len();
-                    drafting.truncate(len - draw(len)).unwrap();
-                }
-                2 => {
-                    let mut bytes = Vec::new();
-                    drafting
-                        .save_to(|size| {
-                            bytes.resize(size as usize, 0);
-                            Ok(Some(&mut bytes[..]))
-                        })
-                        .unwrap();
-                    drafting = Session::restore_from(model.clone(), &bytes).unwrap();
-                }
-                3 => step(&mut [&mut drafting], &[7]).unwrap(),
-                _ => {
-                    let count = 1 + draw(12);
-                    let options = [greedy(count), drawn(count)][draw(2)].clone();
-                    let guesses = [None, Some(0), Some(1), Some(2), Some(5)][draw(5)];
-                    let options = by(&options, &drafts[draw(4)], guesses);
-                    let mut without = session(&model, 256);
-                    without.prefill(drafting.tokens()).unwrap();
-                    let stop_after = 1 + draw(14);
-                    let got = same(&mut without, &mut drafting, &options, stop_after);
-                    counts[0] += got.drafts.drafted;
-                    counts[1] += got.drafts.accepted;
-                }
-            }
-            if draw(3) == 0 {
-                let mut fresh = session(&model, 256);
-                fresh.prefill(drafting.tokens()).unwrap();
-                assert_eq!(logits(&mut drafting), logits(&mut fresh), "{program}");
-            }
-        }
+        let [drafted, accepted] = program_equals_fresh_sessions(&model, program, with);
+        counts[0] += drafted;
+        counts[1] += accepted;
     }
     println!("{} of {} tokens accepted", counts[1], counts[0]);
     assert!(counts[1] > 10 && counts[0] > counts[1] + 10, "{counts:?}");
@@ -193,48 +115,12 @@ fn programs_with_draft_models_equal_fresh_sessions() {
     }
 }
 
-/// Stop tokens, callbacks that break, limits, a full context and eviction.
 #[test]
 fn texts_end_among_guesses_as_they_do_without() {
-    let model = load("qwen3_tied");
-    let alike = load("qwen3_tied");
-    let prompt = some_tokens(&model, 19);
-    let pair = |context, eviction| {
-        let options = SessionOptions {
-            context,
-            eviction,
-            private: true,
-            ..SessionOptions::default()
-        };
-        [(); 2].map(|()| {
-            let mut session = Session::new(model.clone(), &options).unwrap();
-            session.prefill(&prompt).unwrap();
-            session
-        })
-    };
-    let [mut all, _] = pair(128, Eviction::Error);
-    let text = generate(&mut all, &drawn(30), usize::MAX).tokens;
-    for n in [1, 2, 5, 6, 7] {
-        let stop = GenerateOptions {
-            stop_tokens: vec![text[n]],
-            ..drawn(30)
-        };
-        for (options, stop_after) in [(stop, usize::MAX), (drawn(n), usize::MAX), (drawn(30), n)] {
-            let options = by(&options, &alike, Some(4));
-            let [mut without, mut drafting] = pair(128, Eviction::Error);
-            for _ in 0..2 {
-                same(&mut without, &mut drafting, &options, stop_after);
-                assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
-            }
-        }
-        let sliding = Eviction::SlidingWindow { sinks: 3, drop: 5 };
-        for eviction in [Eviction::Error, Eviction::DropOldest { keep: 3 }, sliding] {
-            let [mut without, mut drafting] = pair(19 + n, eviction);
-            let options = by(&drawn(40), &alike, Some(4));
-            same(&mut without, &mut drafting, &options, usize::MAX);
-            assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
-        }
-    }
+    let (model, alike) = (load("qwen3_tied"), load("qwen3_tied"));
+    texts_end_alike(&model, &[1, 2, 5, 6, 7], |options| {
+        by(&options, &alike, Some(4))
+    });
 }
 
 /// Drawn texts have the probabilities of the model, which the draft model does not have: Pearson's statistic of three tokens.

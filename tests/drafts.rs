@@ -13,14 +13,15 @@ use NVFP4::base::memory;
 use NVFP4::base::threads::Pool;
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::nvfp4::Recipe;
-use NVFP4::format::random::bits;
 use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::{self, Choice, KvType, Logits, Output, Scratch, Verification, Wanted};
 use NVFP4::session::{
-    ChatOptions, Eviction, Finish, GenerateOptions, Generation, MOST_DRAFTS, Piece,
-    SamplingOptions, Session, SessionOptions, step,
+    ChatOptions, Finish, GenerateOptions, MOST_DRAFTS, Piece, SamplingOptions, Session,
 };
-use common::drafters::{Guess, drawn, greedy, logits, made, session};
+use common::drafters::{
+    Guess, drawn, greedy, logits, made, program_equals_fresh_sessions, same, served, session,
+    texts_end_alike,
+};
 use common::{
     Copy, DEVICE_CASES, GEMMA4_CASES, MAMBA_CASES, RECURRENT_CASES, cases, expect_kind, golden,
     load, load_gguf, options, some_tokens, windows,
@@ -119,10 +120,6 @@ fn drafters_agree_with_transformers() {
     }
 }
 
-fn served(dir: &Copy) -> Arc<Served> {
-    Served::load(&dir.0, &options()).unwrap()
-}
-
 fn with(options: &GenerateOptions, drafting: Drafting) -> GenerateOptions {
     let (drafts, prompt_lookup) = match drafting {
         Drafting::None => (Some(0), 0),
@@ -135,37 +132,6 @@ fn with(options: &GenerateOptions, drafting: Drafting) -> GenerateOptions {
         prompt_lookup,
         ..options.clone()
     }
-}
-
-/// Generates in both sessions, without drafts in the first, and compares what comes of it. Returns the generation with drafts.
-#[track_caller]
-fn same(
-    without: &mut Session,
-    drafting: &mut Session,
-    options: &GenerateOptions,
-    drafts: Drafting,
-    stop_after: usize,
-) -> Generation {
-    let generate = |session: &mut Session, drafts| {
-        let mut pieces = 0;
-        let mut on_piece = |_: Piece<'_>| {
-            pieces += 1;
-            match pieces < stop_after {
-                true => ControlFlow::Continue(()),
-                false => ControlFlow::Break(()),
-            }
-        };
-        let done = session.generate(&with(options, drafts), &mut on_piece);
-        done.unwrap()
-    };
-    let want = generate(without, Drafting::None);
-    let got = generate(drafting, drafts);
-    assert_eq!((&got.tokens, got.finish), (&want.tokens, want.finish));
-    assert_eq!((&got.text, got.seed), (&want.text, want.seed));
-    assert_eq!(without.tokens(), drafting.tokens());
-    assert_eq!(want.drafts.drafted, 0);
-    assert!(got.drafts.accepted <= got.drafts.drafted);
-    got
 }
 
 #[test]
@@ -181,7 +147,8 @@ fn drafts_change_no_token_and_no_logit() {
                 for session in [&mut without, &mut drafting] {
                     session.prefill(&some_tokens(&model, 21)).unwrap();
                 }
-                let got = same(&mut without, &mut drafting, options, drafts, usize::MAX);
+                let options = with(options, drafts);
+                let got = same(&mut without, &mut drafting, &options, usize::MAX);
                 let what = format!("{case}, {guess:?}, {drafts:?}: {:?}", got.drafts);
                 println!("{what}");
                 match (guess, drafts) {
@@ -204,7 +171,7 @@ fn drafts_change_no_token_and_no_logit() {
                 assert!(got.drafts.drafted > 0, "{what}");
                 assert_eq!(logits(&mut without), logits(&mut drafting), "{what}");
                 // Both go on alike.
-                same(&mut without, &mut drafting, options, drafts, usize::MAX);
+                same(&mut without, &mut drafting, &options, usize::MAX);
                 assert_eq!(logits(&mut without), logits(&mut drafting), "{what}");
             }
             drop(model);
@@ -229,14 +196,8 @@ fn looked_up_tokens_change_no_token_and_no_logit() {
                 session.prefill(&said.repeat(2)).unwrap();
             }
             for _ in 0..2 {
-                let drafting_by = Drafting::LooksUp(most);
-                let got = same(
-                    &mut without,
-                    &mut drafting,
-                    &options,
-                    drafting_by,
-                    usize::MAX,
-                );
+                let options = with(&options, Drafting::LooksUp(most));
+                let got = same(&mut without, &mut drafting, &options, usize::MAX);
                 assert_eq!(
                     logits(&mut without),
                     logits(&mut drafting),
@@ -252,51 +213,13 @@ fn looked_up_tokens_change_no_token_and_no_logit() {
     assert!(counts[1] > 100 && counts[0] > counts[1] + 100, "{counts:?}");
 }
 
-/// Stop tokens, callbacks that break, limits, a full context and eviction end a text or change it among drafted tokens.
 #[test]
 fn texts_end_among_drafts_as_they_do_without() {
-    let model = served(&made("qwen35_drafter", Guess::Right));
-    let random = load("qwen35_drafter");
-    let prompt = some_tokens(&model, 19);
-    for model in [&model, &random] {
-        let pair = |context, eviction| {
-            let options = SessionOptions {
-                context,
-                eviction,
-                private: true,
-                ..SessionOptions::default()
-            };
-            [(); 2].map(|()| {
-                let mut session = Session::new(model.clone(), &options).unwrap();
-                session.prefill(&prompt).unwrap();
-                session
-            })
-        };
-        let [mut all, _] = pair(128, Eviction::Error);
-        let text = all.generate(&drawn(30), &mut |_| ControlFlow::Continue(()));
-        let text = text.unwrap().tokens;
+    let right = served(&made("qwen35_drafter", Guess::Right));
+    for model in [right, load("qwen35_drafter")] {
         for drafts in ALL {
-            for n in [1, 2, 3, 5, 6, 7, 12] {
-                for options in [drawn(30), drawn(n)] {
-                    let stop = GenerateOptions {
-                        stop_tokens: vec![text[n]],
-                        ..options.clone()
-                    };
-                    for (options, stop_after) in [(stop, usize::MAX), (options, n)] {
-                        let [mut without, mut drafting] = pair(128, Eviction::Error);
-                        same(&mut without, &mut drafting, &options, drafts, stop_after);
-                        assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
-                        same(&mut without, &mut drafting, &options, drafts, stop_after);
-                        assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
-                    }
-                }
-                let sliding = Eviction::SlidingWindow { sinks: 3, drop: 5 };
-                for eviction in [Eviction::Error, Eviction::DropOldest { keep: 3 }, sliding] {
-                    let [mut without, mut drafting] = pair(19 + n, eviction);
-                    same(&mut without, &mut drafting, &drawn(40), drafts, usize::MAX);
-                    assert_eq!(logits(&mut without), logits(&mut drafting), "{n}");
-                }
-            }
+            let ends = [1, 2, 3, 5, 6, 7, 12];
+            texts_end_alike(&model, &ends, |options| with(&options, drafts));
         }
     }
 }
@@ -310,13 +233,8 @@ fn drafts_leave_the_states_and_blocks_of_a_sequence_without_them() {
         session.prefill(&some_tokens(&model, 40)).unwrap();
     }
     for _ in 0..4 {
-        same(
-            &mut without,
-            &mut drafting,
-            &drawn(33),
-            Drafting::Guesses(3),
-            usize::MAX,
-        );
+        let options = with(&drawn(33), Drafting::Guesses(3));
+        same(&mut without, &mut drafting, &options, usize::MAX);
         // The state before the last token is left, and a block for the next.
         let states = model.spec().blocks.iter().filter_map(|b| b.recurrent());
         let state: usize = states.map(|shape| 4 * shape.state_floats()).sum();
@@ -329,59 +247,16 @@ fn drafts_leave_the_states_and_blocks_of_a_sequence_without_them() {
     assert_eq!(model.blocks_used(), 0);
 }
 
-/// Random programs of a session with drafts, against a fresh session that is given its tokens at once.
+/// Random programs of a session with drafts.
 #[test]
 fn programs_with_drafts_equal_fresh_sessions() {
-    let dir = std::env::temp_dir();
     for case in CASES {
         let model = served(&made(case, Guess::Near));
         for program in 0..u64::from(cases(6)) {
-            let file = dir.join(format!(
-                "nvfp4-drafts-{}-{case}-{program}",
-                std::process::id()
-            ));
-            let mut draws = 0;
-            let mut draw = |below: usize| {
-                draws += 1;
-                bits(program, draws) as usize % below
-            };
-            let mut drafting = session(&model, 256);
-            drafting
-                .prefill(&some_tokens(&model, 1 + draw(40)))
-                .unwrap();
-            for _ in 0..12 {
-                match draw(7) {
-                    0 => drafting = drafting.fork().unwrap(),
-                    1 => {
-                        let len = drafting.len();
-                        drafting.truncate(len - draw(len)).unwrap();
-                    }
-                    2 => {
-                        drafting.save(&file).unwrap();
-                        drafting = Session::restore(model.clone(), &file).unwrap();
-                    }
-                    3 => step(&mut [&mut drafting], &[7]).unwrap(),
-                    _ => {
-                        let count = 1 + draw(12);
-                        let options = [greedy(count), drawn(count)][draw(2)].clone();
-                        let drafts = ALL[draw(5)];
-                        let mut without = session(&model, 256);
-                        without.prefill(drafting.tokens()).unwrap();
-                        let stop_after = 1 + draw(14);
-                        same(&mut without, &mut drafting, &options, drafts, stop_after);
-                    }
-                }
-                if draw(3) == 0 {
-                    let mut fresh = session(&model, 256);
-                    fresh.prefill(drafting.tokens()).unwrap();
-                    assert_eq!(
-                        logits(&mut drafting),
-                        logits(&mut fresh),
-                        "{case}, {program}"
-                    );
-                }
-            }
-            let _ = fs::remove_file(&file);
+            println!("{case}, {program}");
+            program_equals_fresh_sessions(&model, program, |options, draw| {
+                with(&options, ALL[draw(5)])
+            });
         }
         assert_eq!(model.blocks_used(), 0);
     }
@@ -399,13 +274,8 @@ fn long_sequences_keep_the_states_that_they_keep_without_drafts() {
         session.prefill(&some_tokens(&model, 1000)).unwrap();
     }
     for _ in 0..2 {
-        same(
-            &mut without,
-            &mut drafting,
-            &drawn(1100),
-            Drafting::Guesses(3),
-            usize::MAX,
-        );
+        let options = with(&drawn(1100), Drafting::Guesses(3));
+        same(&mut without, &mut drafting, &options, usize::MAX);
         let sizes = [(&without, &files[0]), (&drafting, &files[1])].map(|(session, file)| {
             session.save(file).unwrap();
             header(file)["states"].to_string()
@@ -656,7 +526,8 @@ fn stop_strings_end_a_text_among_drafts() {
         };
         for drafts in DRAFTS {
             let [mut without, mut drafting] = pair();
-            let got = same(&mut without, &mut drafting, &options, drafts, usize::MAX);
+            let options = with(&options, drafts);
+            let got = same(&mut without, &mut drafting, &options, usize::MAX);
             assert_eq!(got.finish, Finish::StopString);
             assert_eq!(logits(&mut without), logits(&mut drafting), "{at}");
         }
@@ -728,7 +599,7 @@ fn session_files_hold_what_the_drafter_knows() {
                 true => Drafting::Guesses(3),
                 false => Drafting::None,
             };
-            same(&mut a, &mut b, &drawn(20), drafts, usize::MAX);
+            same(&mut a, &mut b, &with(&drawn(20), drafts), usize::MAX);
         }
     }
     // A restored drafter guesses what it would have guessed.

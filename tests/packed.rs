@@ -17,7 +17,9 @@ use NVFP4::checkpoint::{PACKED_FILE, PackedFile};
 use NVFP4::engine::capacity::{PlanOptions, plan};
 use NVFP4::engine::{NewTokens, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
+use NVFP4::model::placement::needs_of;
 use NVFP4::model::{Device, KvType, LoadOptions, PackedUse, Scratch, Wanted, open, pack};
+use NVFP4::ops::DeviceKind;
 use common::{Copy, change_tensor, expect_kind, golden, options, some_tokens};
 
 /// Names the folder of a model to the child of the test of two processes.
@@ -128,6 +130,24 @@ fn a_mapped_model_has_the_bits_of_a_packed_one() {
         assert_eq!(own.info().mapped_bytes, 0, "{name}");
         assert_eq!(own.fingerprint(), fingerprint, "{name}");
     }
+}
+
+/// Mapped weights are no memory of the model's own, and a GPU maps none.
+#[test]
+fn the_choice_of_a_device_counts_mapped_weights_apart() {
+    let copy = Copy::of("qwen3_untied", "packed");
+    let needs = |device| needs_of(&*open(&copy.0).unwrap(), device, false).unwrap();
+    let (own, on_gpu) = (needs(DeviceKind::Cpu), needs(DeviceKind::Cuda));
+    assert_eq!((own.mapped, own.total()), (0, own.own));
+    pack(&copy.0, &Device::cpu(Some(2)).unwrap()).unwrap();
+    let options = PlanOptions::default();
+    let planned = plan(&copy.0, &with(PackedUse::Required), &options).unwrap();
+    let mapped = needs(DeviceKind::Cpu);
+    assert!(mapped.mapped > 0);
+    assert_eq!(mapped.mapped, planned.mapped_bytes);
+    assert_eq!(mapped.total(), own.own);
+    assert_eq!(needs(DeviceKind::Cuda), on_gpu);
+    assert_eq!(memory::mapped().current, 0);
 }
 
 /// Matrices that loading quantizes are packed into memory, and the rest is mapped.

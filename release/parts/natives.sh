@@ -57,7 +57,7 @@ split_symbols() {
     objcopy --strip-debug --enable-deterministic-archives "$built/libNVFP4.a" "$result/libNVFP4.a"
 }
 
-# What a native must be, whatever machine it was built on.
+# Checks of a native that must hold whatever machine it was built on.
 inspect_native() {
     local arch=$1 folder=$2 file newest machine
     case $arch in

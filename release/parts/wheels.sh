@@ -51,7 +51,7 @@ pack_wheel() {
     rmdir "$folder.wheel"
 }
 
-# What a wheel must be for pip and PyPI.
+# Checks of a wheel that pip and PyPI need.
 inspect_wheel() {
     local arch=$1 wheel=$2 shown glibc
     [ -e "$wheel" ] || fail "the wheel for $arch has another name than $(basename "$wheel")"

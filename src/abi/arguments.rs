@@ -265,7 +265,7 @@ pub(super) fn reserved<T: Growing>(_options: &T, value: i32) -> Result<()> {
     if value != 0 {
         bail!(
             InvalidArgument,
-            "reserved is {value} in {}; it must be 0",
+            "a reserved field of {} is {value}; it must be 0",
             T::NAME
         );
     }

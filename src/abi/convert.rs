@@ -127,8 +127,8 @@ pub struct NVFP4_ConvertOptions {
     pub replace: i32,
     /// 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0.
     pub keep_head: i32,
-    /// Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration; NULL for neither. Default:
-    /// NULL.
+    /// Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration, and then in bytes of the
+    /// file of packed weights; NULL for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
     /// One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
     /// Default: #NVFP4_TABLES_AUTO.
@@ -138,12 +138,18 @@ pub struct NVFP4_ConvertOptions {
     /// How to calibrate. Codes and scales of linear weights are then chosen so that their products with the inputs that occur in text
     /// change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
     pub calibrate: *const NVFP4_CalibrateOptions,
+    /// 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them, which
+    /// processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source` itself,
+    /// nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
+    pub packed: i32,
+    /// Must be 0.
+    pub reserved2: i32,
 }
 
 // SAFETY: integers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_ConvertOptions {
     const NAME: &'static str = "NVFP4_ConvertOptions";
-    const EARLIER: &'static [usize] = &[24, 32];
+    const EARLIER: &'static [usize] = &[24, 32, 40];
     fn defaults() -> Self {
         NVFP4_ConvertOptions {
             struct_size: size_of::<Self>() as u32,
@@ -154,6 +160,28 @@ unsafe impl Growing for NVFP4_ConvertOptions {
             tables: NVFP4_TABLES_AUTO,
             reserved: 0,
             calibrate: std::ptr::null(),
+            packed: 0,
+            reserved2: 0,
+        }
+    }
+}
+
+impl NVFP4_ConvertOptions {
+    /// Fails if an option of quantization is given although nothing is quantized.
+    fn check_only_packs(&self, quantize: bool) -> Result<()> {
+        let given = [
+            ("replace", self.replace != 0),
+            ("keep_head", self.keep_head != 0),
+            ("tables", self.tables != NVFP4_TABLES_AUTO),
+            ("calibrate", !self.calibrate.is_null()),
+            ("quantize", quantize),
+        ];
+        match given.into_iter().find(|(_, is_given)| *is_given) {
+            Some((name, _)) => bail!(
+                InvalidArgument,
+                "source and destination are the same directory, so that packed alone packs it as it is, and {name} has no effect; leave {name} at its default, or name another destination"
+            ),
+            None => Ok(()),
         }
     }
 }
@@ -236,6 +264,13 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
                 (NVFP4_CONTAINER_DAT, "dat", Container::Dat),
             ],
         )?;
+        let packed = flag("packed", options.packed)?;
+        if packed && container == Container::Dat {
+            bail!(
+                InvalidArgument,
+                "packed is 1, and container is dat; packed weights are for a directory, NVFP4_CONTAINER_MODELOPT"
+            );
+        }
         let is_calibrated = !options.calibrate.is_null();
         let recipe = match is_calibrated {
             true => Recipe::Sweep,
@@ -245,11 +280,17 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
         conversion.replace = flag("replace", options.replace)?;
         conversion.keep_head = flag("keep_head", options.keep_head)?;
         reserved(&options, options.reserved)?;
+        reserved(&options, options.reserved2)?;
         conversion.tables = tables_of(options.tables)?;
         conversion.narrow_tables = is_calibrated;
         if !quantize.is_null() {
             // SAFETY: as above.
             conversion.quantize = unsafe { self::options(quantize) }?.read_for_model()?;
+        }
+        if packed && model::is_same_directory(source, destination) {
+            options.check_only_packs(!quantize.is_null())?;
+            // SAFETY: as above.
+            return unsafe { watched(options.call, || pack(source)) };
         }
         let calibrate = match is_calibrated {
             // SAFETY: as above.
@@ -264,7 +305,11 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
                     calibrated(checkpoint.into(), destination, &conversion, device, how)
                 }
             };
-            written.map_err(|e| e.within(source.display()))
+            written.map_err(|e| e.within(source.display()))?;
+            match packed {
+                true => pack(destination),
+                false => Ok(()),
+            }
         };
         // SAFETY: as above.
         unsafe { watched(options.call, run) }
@@ -303,6 +348,14 @@ fn calibrated(
         &mut told,
     )
     .map(|_| ())
+}
+
+/// Writes the packed weights of the model in a directory.
+fn pack(directory: &Path) -> Result<()> {
+    let packed = model::pack(directory, &shared::device()?);
+    packed
+        .map_err(|e| e.within(directory.display()))
+        .map(|_| ())
 }
 
 /// Units of progress in a tenth of a calibration.

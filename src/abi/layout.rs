@@ -52,8 +52,8 @@ layout!(NVFP4_ModelStatistics, 144, struct_size: 0, reserved: 4, passes: 8, requ
     step_tokens: 40, generating: 48, waiting: 56, blocks_used: 64, used_bytes: 72, blocks_cached: 80, cached_bytes: 88,
     blocks_evicted: 96, reserved_bytes: 104, free_bytes: 112, preemptions: 120, recomputed_tokens: 128,
     evicted_tokens: 136);
-layout!(NVFP4_ConvertOptions, 40, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
-    calibrate: 32);
+layout!(NVFP4_ConvertOptions, 48, struct_size: 0, container: 4, replace: 8, keep_head: 12, call: 16, tables: 24, reserved: 28,
+    calibrate: 32, packed: 40, reserved2: 44);
 layout!(NVFP4_CalibrateOptions, 64, struct_size: 0, device_type: 4, device_index: 8, windows: 12, window: 16, files: 24,
     file_lengths: 32, file_count: 40, budget: 48, distill_steps: 56);
 layout!(NVFP4_Message, 32, role: 0, role_length: 8, content: 16, content_length: 24);

@@ -213,7 +213,8 @@ pub struct NVFP4_ModelStatistics {
     pub blocks_evicted: u64,
     /// Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
     pub reserved_bytes: u64,
-    /// Reserved bytes that neither sessions nor the prefix cache take.
+    /// Reserved bytes that neither sessions nor the prefix cache take. On a GPU the blocks that padding rows of passes write to, taken once
+    /// for each KV type in use, are in none of `used_bytes`, `cached_bytes` and `free_bytes`.
     pub free_bytes: u64,
     /// Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
     pub preemptions: u64,

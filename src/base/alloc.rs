@@ -42,9 +42,9 @@ const CLASSES: usize = 4 * usize::BITS as usize;
 const ALIGN: usize = 2 * size_of::<usize>();
 
 thread_local! {
-    /// What this thread has set aside.
+    /// Bytes that this thread has set aside.
     static OWN: Cell<usize> = const { Cell::new(0) };
-    /// What limits it.
+    /// The limit of this thread's allocations, if there is one.
     static LIMIT: Cell<*const Limit> = const { Cell::new(std::ptr::null()) };
 }
 
@@ -62,7 +62,7 @@ unsafe impl GlobalAlloc for Allocator {
             if !place.is_null() {
                 return place;
             }
-            // What comes is aligned to ALIGN in any case, so that the alignment need not be kept over the call above.
+            // Every block is aligned to ALIGN, so the alignment need not be kept over the call above.
             // SAFETY: 1 is a power of two, and the size was possible with a larger alignment.
             return unsafe {
                 self.alloc_further(Layout::from_size_align_unchecked(layout.size(), 1))
@@ -239,7 +239,7 @@ fn map(len: usize) -> Option<usize> {
 /// Finds out early whether the system refuses, before the C library does.
 pub(super) fn probe() {
     let mut some: Vec<u8> = Vec::new();
-    // What this comes to, the allocator has noted.
+    // The allocator has noted the result.
     let _ = some.try_reserve_exact(SMALL);
     std::hint::black_box(&mut some);
 }
@@ -252,7 +252,7 @@ struct Region {
     inner: UnsafeCell<Inner>,
 }
 
-/// What only the holder of the pool's lock touches.
+/// State that only the holder of the pool's lock touches.
 struct Inner {
     /// Bytes from the start that were given out since the region was last empty.
     top: usize,
@@ -463,7 +463,7 @@ impl Pool {
         if missing == 0 {
             return true;
         }
-        // What is wanted may come as one request.
+        // All of it may be asked for in one request.
         let missing = missing.max(wanted);
         let Some(region) = self.regions.iter().find(|r| r.len.load(Relaxed) == 0) else {
             return false;

@@ -149,6 +149,16 @@ pub struct Bytes {
 }
 
 impl Bytes {
+    /// Bytes in host memory.
+    pub fn of_host(host: u64) -> Bytes {
+        Bytes { host, device: 0 }
+    }
+
+    /// Bytes in the memory of the GPU.
+    pub fn of_device(device: u64) -> Bytes {
+        Bytes { host: 0, device }
+    }
+
     /// In both together.
     pub fn total(self) -> u64 {
         self.host.saturating_add(self.device)

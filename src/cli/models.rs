@@ -37,6 +37,8 @@ enum Content {
         encodings: BTreeSet<&'static str>,
         /// Bytes of the weights in memory and of a conversation of common length.
         needs_bytes: u64,
+        /// Bytes beside these that are mapped from a file of packed weights, which processes share.
+        mapped_bytes: u64,
         fits: Vec<Fits>,
     },
     Fails {
@@ -114,6 +116,7 @@ fn table(repository: &hub::Cached, devices: &[DeviceRoom]) -> Vec<[String; 5]> {
                 format,
                 encodings,
                 needs_bytes,
+                mapped_bytes,
                 fits,
             } => {
                 let encodings: Vec<&str> = encodings.into_iter().collect();
@@ -127,13 +130,15 @@ fn table(repository: &hub::Cached, devices: &[DeviceRoom]) -> Vec<[String; 5]> {
                     false => fits.join(", "),
                 };
                 let format = format!("{format}, {}", encodings.join(" "));
-                [
-                    described.name,
-                    size,
-                    format,
-                    output::size(needs_bytes),
-                    fits,
-                ]
+                let memory = match mapped_bytes {
+                    0 => output::size(needs_bytes),
+                    _ => format!(
+                        "{} + {} shared",
+                        output::size(needs_bytes),
+                        output::size(mapped_bytes)
+                    ),
+                };
+                [described.name, size, format, memory, fits]
             }
             Content::Fails { error } => [described.name, size, String::new(), String::new(), error],
         });
@@ -166,6 +171,7 @@ fn describe(model: &hub::Model, devices: &[DeviceRoom]) -> Described {
 fn content(model: &hub::Model, devices: &[DeviceRoom]) -> Result<Content> {
     let checkpoint = open(&model.path)?;
     let needs_on = |kind| placement::needs_of(&*checkpoint, kind, false);
+    let needs = needs_on(DeviceKind::Cpu)?;
     Ok(Content::Runs {
         format: checkpoint.format(),
         // Norms are small and mostly of another type, so only matrices determine the model's type.
@@ -175,13 +181,14 @@ fn content(model: &hub::Model, devices: &[DeviceRoom]) -> Result<Content> {
             .filter(|e| e.shape.len() > 1)
             .map(|e| e.encoding.name())
             .collect(),
-        needs_bytes: needs_on(DeviceKind::Cpu)?,
+        needs_bytes: needs.own,
+        mapped_bytes: needs.mapped,
         fits: devices
             .iter()
             .map(|d| {
                 Ok(Fits {
                     device: d.device(),
-                    fits: d.fits(needs_on(d.kind())?),
+                    fits: d.fits(needs_on(d.kind())?.total()),
                 })
             })
             .collect::<Result<_>>()?,

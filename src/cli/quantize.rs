@@ -11,7 +11,7 @@ use NVFP4::base::threads::Pool;
 use NVFP4::checkpoint::Checkpoint;
 use NVFP4::format::nvfp4;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
-use NVFP4::model::{Device, PackReport, open, pack};
+use NVFP4::model::{Device, PackReport, is_same_directory, open, pack};
 use NVFP4::train::calibration::{self, Quantized, Stage, TextOptions};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
@@ -133,7 +133,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
         );
     }
     let input = model::resolve(&args.input)?;
-    if args.packed && is_same(&input, &args.output) {
+    if args.packed && is_same_directory(&input, &args.output) {
         args.check_only_packs()?;
         let packed = pack_with_bar(&input, args)?;
         if args.json {
@@ -196,14 +196,6 @@ struct Written {
     found: Quantized,
     #[serde(skip_serializing_if = "Option::is_none")]
     packed: Option<PackReport>,
-}
-
-/// Whether both paths are the same directory.
-fn is_same(input: &Path, output: &Path) -> bool {
-    match (input.canonicalize(), output.canonicalize()) {
-        (Ok(input), Ok(output)) => input == output && input.is_dir(),
-        _ => false,
-    }
 }
 
 /// Writes the packed weights of the model at `path`, with a bar.

@@ -277,11 +277,7 @@ impl Cpu {
             .zip(weights)
             .for_each(|(q, w)| *q = w - *q);
         let mut products = vec![0f32; rows * cols];
-        let sizes = Sizes {
-            m: rows,
-            n: cols,
-            k: cols,
-        };
+        let sizes = Sizes::mnk(rows, cols, cols);
         self.matmul(GemmForm::NN, sizes, &errors, moments, &mut products, false)?;
         let terms = errors.iter().zip(&products);
         Ok(terms.map(|(e, p)| f64::from(*e) * f64::from(*p)).sum())

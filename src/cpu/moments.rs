@@ -143,14 +143,7 @@ impl Cpu {
                 .collect();
             for (panel, before) in done.iter().enumerate() {
                 let from = (first - panel * PANEL) * PANEL;
-                let (a, sizes) = (
-                    &before[from..],
-                    Sizes {
-                        m: rows,
-                        n: width,
-                        k: PANEL,
-                    },
-                );
+                let (a, sizes) = (&before[from..], Sizes::mnk(rows, width, PANEL));
                 self.matmul(GemmForm::NT, sizes, a, &a[..width * PANEL], &mut left, true)?;
             }
             for j in 0..width {

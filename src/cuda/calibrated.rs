@@ -315,11 +315,7 @@ impl Moments {
             let above = [first.div_ceil(THREADS), 1];
             let arguments = of_panel(&panel)?;
             on_moments(gpu, Prepare::FactorRows, above, THREADS, &arguments)?;
-            let sizes = Sizes {
-                m: first,
-                n: first,
-                k: width,
-            };
+            let sizes = Sizes::mnk(first, first, width);
             let rows = Rows {
                 address: panel.address(),
                 stride: width,
@@ -374,11 +370,7 @@ impl Moments {
                 ..GroupArguments::new(weights, codes)?
             };
             weights.run(Search::Descend, &arguments)?;
-            let sizes = Sizes {
-                m: rows,
-                n: cols,
-                k: (last - first) * BLOCK,
-            };
+            let sizes = Sizes::mnk(rows, cols, (last - first) * BLOCK);
             let moments = Rows {
                 address: self.all.address() + (first * BLOCK * cols * F32) as u64,
                 stride: cols,
@@ -418,11 +410,7 @@ impl Factor {
             };
             weights.run(Search::RoundInTurn, &arguments)?;
             let done = last * BLOCK;
-            let sizes = Sizes {
-                m: rows,
-                n: cols - done,
-                k: (last - first) * BLOCK,
-            };
+            let sizes = Sizes::mnk(rows, cols - done, (last - first) * BLOCK);
             let later = Rows {
                 address: self.all.address() + ((first * BLOCK * cols + done) * F32) as u64,
                 stride: cols,
@@ -556,11 +544,7 @@ impl<'a> Products<'a> {
         let launch = Launch::new([grid, 1, 1], THREADS as u32);
         // SAFETY: sizes were checked.
         unsafe { launch.of(Errors::Blocks).run(self.gpu, &arguments)? };
-        let sizes = Sizes {
-            m: rows,
-            n: cols,
-            k: cols,
-        };
+        let sizes = Sizes::mnk(rows, cols, cols);
         let packed = |of: &DeviceBuffer| Rows {
             address: of.address(),
             stride: cols,

@@ -58,7 +58,7 @@ impl Model {
     /// Most drafted tokens of a sequence that a recorded pass verifies, on a GPU. More take a pass like a prompt's, which takes as long as
     /// several steps. `None` where no such pass is recorded: on the CPU, and of models like Gemma 4.
     pub fn recorded_drafts(&self) -> Option<usize> {
-        let is_recorded = self.device().is_cuda() && fused::records_verifications(self.spec());
+        let is_recorded = self.executor()?.records_verifications();
         is_recorded.then_some(fused::MOST_VERIFIED - 1)
     }
 

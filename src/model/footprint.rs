@@ -74,13 +74,9 @@ impl Footprint {
         if kind == DeviceKind::Cuda {
             check_experts(&held)?;
         }
-        let mapped = held.tensors.iter().map(mapped_bytes).sum::<Result<u64>>()?;
         let weights = bytes_of(&held, &spec, kind, sampling_only)?;
         let threads = options.device.threads();
-        let checking = Bytes {
-            host: held.checked_bytes as u64,
-            device: 0,
-        };
+        let checking = Bytes::of_host(held.checked_bytes as u64);
         let working = held.tensors.iter().map(|tensor| working(tensor, kind));
         let working = working
             .collect::<Result<Vec<_>>>()?
@@ -102,7 +98,7 @@ impl Footprint {
             device: options.device.clone(),
             activations: options.activations,
             weights,
-            mapped_bytes: mapped,
+            mapped_bytes: mapped_bytes(&held)?,
             load_peak: weights + working.times(threads as u64),
             factors: factors.collect(),
             sizes,
@@ -177,10 +173,7 @@ impl Footprint {
         let parts = self.factors.iter().map(of_factor).chain(attention);
         let workspace = parts.fold(WorkspaceSizes::default(), WorkspaceSizes::max);
         let rows = RowWidths::of(&self.spec).bytes(rows)?;
-        Ok(Bytes {
-            host: (rows + workspace.bytes()) as u64,
-            device: 0,
-        })
+        Ok(Bytes::of_host((rows + workspace.bytes()) as u64))
     }
 
     /// Most bytes of recorded passes, in the memory of the driver on the device and on the host together; 0 on the CPU.
@@ -203,16 +196,21 @@ impl Footprint {
     }
 }
 
-/// Bytes of the weights of the model in an opened checkpoint on a kind of device; `quantize` says whether dense weights are quantized while
-/// they are loaded. Fails, with the error of loading, for a checkpoint that cannot be run. Reads no tensors.
+/// Bytes of the weights of the model in an opened checkpoint on a kind of device, and of those that are mapped beside them; `quantize` says
+/// whether dense weights are quantized while they are loaded. Fails, with the error of loading, for a checkpoint that cannot be run. Reads no
+/// tensors.
 pub fn weight_bytes(
     checkpoint: &dyn Checkpoint,
     device: DeviceKind,
     quantize: bool,
-) -> Result<Bytes> {
+) -> Result<(Bytes, u64)> {
     let spec = spec_of(checkpoint)?;
-    let held = load::held_tensors(checkpoint, &spec, quantize, false, false)?;
-    bytes_of(&held, &spec, device, false)
+    let packed = match device {
+        DeviceKind::Cpu => MappedWeights::beside(checkpoint, false)?.is_some(),
+        DeviceKind::Cuda => false,
+    };
+    let held = load::held_tensors(checkpoint, &spec, quantize, false, packed)?;
+    Ok((bytes_of(&held, &spec, device, false)?, mapped_bytes(&held)?))
 }
 
 fn bytes_of(
@@ -224,14 +222,8 @@ fn bytes_of(
     let vectors = |floats: usize| {
         let bytes = (floats * size_of::<f32>()) as u64;
         match device {
-            DeviceKind::Cpu => Bytes {
-                host: bytes,
-                device: 0,
-            },
-            DeviceKind::Cuda => Bytes {
-                host: 0,
-                device: bytes,
-            },
+            DeviceKind::Cpu => Bytes::of_host(bytes),
+            DeviceKind::Cuda => Bytes::of_device(bytes),
         }
     };
     let own = held.tensors.iter().filter(|tensor| !tensor.is_mapped);
@@ -256,22 +248,20 @@ fn bytes_of(
     Ok(tensors + vectors(ones) + beside)
 }
 
-/// Bytes of a tensor that are mapped from a file.
-fn mapped_bytes(tensor: &HeldTensor) -> Result<u64> {
-    match tensor.form {
+/// Bytes of tensors that are mapped from a file.
+fn mapped_bytes(held: &HeldTensors<'_>) -> Result<u64> {
+    let each = held.tensors.iter().map(|tensor| match tensor.form {
         HeldForm::Matrix { kind, rows, cols } if tensor.is_mapped => {
             Ok(Linear::bytes_of(DeviceKind::Cpu, rows, cols, kind)?.host)
         }
         _ => Ok(0),
-    }
+    });
+    each.sum()
 }
 
 /// Working memory of loading a tensor.
 fn working(tensor: &HeldTensor, device: DeviceKind) -> Result<Bytes> {
-    let converted = Bytes {
-        host: tensor.converted_bytes as u64,
-        device: 0,
-    };
+    let converted = Bytes::of_host(tensor.converted_bytes as u64);
     match tensor.form {
         HeldForm::Matrix { kind, rows, cols } => {
             // A mapped weight is compared with some rows at a time that are packed again.

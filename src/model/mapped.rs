@@ -34,9 +34,17 @@ impl MappedWeights {
                 options.device.name()
             );
         }
-        if options.packed == PackedUse::Off || options.device.is_cuda() {
-            return Ok(None);
+        match options.packed == PackedUse::Off || options.device.is_cuda() {
+            true => Ok(None),
+            false => Self::beside(checkpoint, is_required),
         }
+    }
+
+    /// The packed weights that loading on the CPU uses.
+    pub(super) fn beside(
+        checkpoint: &dyn Checkpoint,
+        is_required: bool,
+    ) -> Result<Option<MappedWeights>> {
         let Some(place) = packed_place(checkpoint) else {
             return match is_required {
                 true => Err(err!(

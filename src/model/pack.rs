@@ -26,6 +26,14 @@ pub struct PackReport {
     pub bytes: u64,
 }
 
+/// Whether both paths are the same directory: a conversion to packed weights then packs the model that is there.
+pub fn is_same_directory(source: &Path, destination: &Path) -> bool {
+    match (source.canonicalize(), destination.canonicalize()) {
+        (Ok(source), Ok(destination)) => source == destination && source.is_dir(),
+        _ => false,
+    }
+}
+
 /// Writes the packed weights of the model at `path` beside its files, from which loading on the CPU maps them: matrices as they are stored,
 /// not those that loading would quantize. The model is checked as loading checks it. `device` is the CPU that packs. Reports the bytes
 /// written to the thread's [`call`], and is cancelled with it, which leaves nothing behind.

@@ -62,30 +62,50 @@ fn device_name(gpu: Option<usize>) -> String {
     }
 }
 
-/// The bytes that an opened model takes of the memory of a device, with a conversation of usual length; `quantize` says whether its dense
-/// weights are quantized while loading.
-pub fn needs_of(checkpoint: &dyn Checkpoint, device: DeviceKind, quantize: bool) -> Result<u64> {
+/// Memory of a device that a model takes, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Needs {
+    /// Weights and keys and values of its own.
+    pub own: u64,
+    /// Weights on the CPU that are mapped from a file of packed weights, which processes share.
+    pub mapped: u64,
+}
+
+impl Needs {
+    /// Both together.
+    pub fn total(&self) -> u64 {
+        self.own.saturating_add(self.mapped)
+    }
+}
+
+/// The memory of a device that an opened model takes with a conversation of usual length; `quantize` says whether its dense weights are
+/// quantized while loading.
+pub fn needs_of(checkpoint: &dyn Checkpoint, device: DeviceKind, quantize: bool) -> Result<Needs> {
     let spec = spec_of(checkpoint)?;
     let positions = spec.max_positions.min(CONTEXT) as u64;
     let weights = weights_of(checkpoint, device, quantize)?;
-    Ok(weights + spec.kv_bytes_per_token(KvType::F16) * positions)
+    Ok(Needs {
+        own: weights.own + spec.kv_bytes_per_token(KvType::F16) * positions,
+        ..weights
+    })
 }
 
-/// The bytes of an opened model's weights in the memory of a device.
-fn weights_of(checkpoint: &dyn Checkpoint, device: DeviceKind, quantize: bool) -> Result<u64> {
-    let weights = footprint::weight_bytes(checkpoint, device, quantize)?;
-    Ok(match device {
+/// The memory of a device that an opened model's weights take.
+fn weights_of(checkpoint: &dyn Checkpoint, device: DeviceKind, quantize: bool) -> Result<Needs> {
+    let (weights, mapped) = footprint::weight_bytes(checkpoint, device, quantize)?;
+    let own = match device {
         DeviceKind::Cpu => weights.host,
         DeviceKind::Cuda => weights.device,
-    })
+    };
+    Ok(Needs { own, mapped })
 }
 
 /// The bytes that an opened model takes of a GPU with what is reserved for keys and values, or else with a conversation of usual length.
 fn required_by(checkpoint: &dyn Checkpoint, requirements: &Requirements) -> Result<u64> {
     let quantize = requirements.quantize;
     match requirements.kv_bytes {
-        Some(bytes) => Ok(weights_of(checkpoint, DeviceKind::Cuda, quantize)? + bytes as u64),
-        None => needs_of(checkpoint, DeviceKind::Cuda, quantize),
+        Some(bytes) => Ok(weights_of(checkpoint, DeviceKind::Cuda, quantize)?.own + bytes as u64),
+        None => Ok(needs_of(checkpoint, DeviceKind::Cuda, quantize)?.own),
     }
 }
 

@@ -38,7 +38,7 @@ impl Model {
             let source = self.source(&weights, of_pass.1)?;
             let is_ragged = |i: &usize| {
                 let segment = &segments[*i];
-                !is_step(segment) && !fused::is_recorded(source, segment)
+                !is_step(segment) && !executor.is_recorded(source, segment)
             };
             // Prompts take single tokens with them.
             if of_table.iter().any(is_ragged) {

@@ -129,14 +129,8 @@ impl Linear {
         kind: WeightType,
     ) -> Result<Bytes> {
         Ok(match device {
-            DeviceKind::Cpu => Bytes {
-                host: Packed::bytes_of(rows, cols, kind)? as u64,
-                device: 0,
-            },
-            DeviceKind::Cuda => Bytes {
-                host: 0,
-                device: Matrix::bytes_of(rows, cols, kind)? as u64,
-            },
+            DeviceKind::Cpu => Bytes::of_host(Packed::bytes_of(rows, cols, kind)? as u64),
+            DeviceKind::Cuda => Bytes::of_device(Matrix::bytes_of(rows, cols, kind)? as u64),
         })
     }
 
@@ -148,10 +142,7 @@ impl Linear {
         kind: WeightType,
     ) -> Bytes {
         match device {
-            DeviceKind::Cpu => Bytes {
-                host: Packed::read_bytes_of(rows, cols, kind) as u64,
-                device: 0,
-            },
+            DeviceKind::Cpu => Bytes::of_host(Packed::read_bytes_of(rows, cols, kind) as u64),
             DeviceKind::Cuda => Matrix::upload_bytes_of(rows, cols, kind),
         }
     }

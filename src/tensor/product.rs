@@ -21,3 +21,10 @@ pub struct Sizes {
     /// Terms of each sum.
     pub k: usize,
 }
+
+impl Sizes {
+    /// The sizes `m`, `n` and `k`.
+    pub fn mnk(m: usize, n: usize, k: usize) -> Sizes {
+        Sizes { m, n, k }
+    }
+}

@@ -52,49 +52,33 @@ impl Prompt {
         variables: &Map<String, Value>,
     ) -> Result<Prompt> {
         with_tokenizers("looking for special tokens", Budget::SMALL, || {
-            Self::render(
-                template,
+            let mut spelled = Spelled {
                 tokenizer,
-                messages,
-                add_generation_prompt,
-                variables,
-            )
-        })
-    }
-
-    fn render(
-        template: &ChatTemplate,
-        tokenizer: &Tokenizer,
-        messages: &[Message],
-        add_generation_prompt: bool,
-        variables: &Map<String, Value>,
-    ) -> Result<Prompt> {
-        let mut spelled = Spelled {
-            tokenizer,
-            bytes: 0,
-            any: false,
-        };
-        messages.iter().for_each(|m| spelled.look_at_message(m));
-        for (_, value) in texts(variables) {
-            spelled.look_at(value);
-        }
-        let _copies = Budget::rewritten(spelled.bytes).set_aside()?;
-        if !spelled.any {
-            let text = template.render_with(messages, add_generation_prompt, variables)?;
-            return Ok(Prompt { text, mark: None });
-        }
-        let mark = free_mark(&template.sources(), messages, variables);
-        let marked: Vec<Message> = messages
-            .iter()
-            .map(|m| marked_message(tokenizer, m, mark))
-            .collect();
-        let mut with_marks = variables.clone();
-        for (name, value) in texts(variables) {
-            with_marks.insert(name.clone(), marked_value(tokenizer, value, mark));
-        }
-        Ok(Prompt {
-            text: template.render_with(&marked, add_generation_prompt, &with_marks)?,
-            mark: Some(mark),
+                bytes: 0,
+                any: false,
+            };
+            messages.iter().for_each(|m| spelled.look_at_message(m));
+            for (_, value) in texts(variables) {
+                spelled.look_at(value);
+            }
+            let _copies = Budget::rewritten(spelled.bytes).set_aside()?;
+            if !spelled.any {
+                let text = template.render_with(messages, add_generation_prompt, variables)?;
+                return Ok(Prompt { text, mark: None });
+            }
+            let mark = free_mark(&template.sources(), messages, variables);
+            let marked: Vec<Message> = messages
+                .iter()
+                .map(|m| marked_message(tokenizer, m, mark))
+                .collect();
+            let mut with_marks = variables.clone();
+            for (name, value) in texts(variables) {
+                with_marks.insert(name.clone(), marked_value(tokenizer, value, mark));
+            }
+            Ok(Prompt {
+                text: template.render_with(&marked, add_generation_prompt, &with_marks)?,
+                mark: Some(mark),
+            })
         })
     }
 

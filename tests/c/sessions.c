@@ -955,6 +955,55 @@ static void paths(const char *path, const char *scratch)
     OK(NVFP4_model_release(loaded));
 }
 
+/* A conversion to packed weights, which loading then requires, and the same file for the model that is there. */
+static void packed_weights(const char *path, const char *scratch)
+{
+    char place[1024], file[1100];
+    snprintf(place, sizeof place, "%s/packed", scratch);
+    snprintf(file, sizeof file, "%s/packed.nvfp4", place);
+    NVFP4_LoadOptions load;
+    OK(NVFP4_load_options_init(&load, sizeof load));
+    load.device_type = NVFP4_DEVICE_CPU;
+    load.packed = NVFP4_PACKED_REQUIRED;
+    NVFP4_ConvertOptions convert;
+    OK(NVFP4_convert_options_init(&convert, sizeof convert));
+    CHECK(convert.packed == 0);
+    convert.replace = 1;
+    convert.packed = 1;
+    /* A host that does not know `packed`, whose struct ends before it. */
+    convert.struct_size = offsetof(NVFP4_ConvertOptions, packed);
+    OK(NVFP4_model_convert(path, strlen(path), place, strlen(place), &convert, NULL));
+    convert.struct_size = sizeof convert;
+    NVFP4_Model *loaded = NULL;
+    FAILS(NVFP4_NOT_FOUND, NVFP4_model_load(place, strlen(place), &load, NULL, &loaded));
+    SAYS("packed.nvfp4");
+    NVFP4_QuantizeOptions quantize;
+    OK(NVFP4_quantize_options_init(&quantize, sizeof quantize));
+    OK(NVFP4_model_convert(path, strlen(path), place, strlen(place), &convert, &quantize));
+    OK(NVFP4_model_load(place, strlen(place), &load, NULL, &loaded));
+    NVFP4_Session *session = NULL, *again = NULL;
+    OK(NVFP4_session_create(loaded, NULL, &session));
+    const int32_t tokens[] = {1, 2, 3};
+    OK(NVFP4_session_prefill(session, tokens, 3, NULL));
+    /* The mapped file stays as it is until the model is given up. */
+    CHECK(remove(file) == 0);
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_convert(place, strlen(place), place, strlen(place), &convert, NULL));
+    SAYS("replace has no effect");
+    convert.replace = 0;
+    FAILS(NVFP4_INVALID_ARGUMENT, NVFP4_model_convert(place, strlen(place), place, strlen(place), &convert, &quantize));
+    SAYS("quantize has no effect");
+    OK(NVFP4_model_convert(place, strlen(place), place, strlen(place), &convert, NULL));
+    NVFP4_Model *twin = NULL;
+    OK(NVFP4_model_load(place, strlen(place), &load, NULL, &twin));
+    OK(NVFP4_session_create(twin, NULL, &again));
+    OK(NVFP4_session_prefill(again, tokens, 3, NULL));
+    CHECK(same(session, again));
+    OK(NVFP4_session_release(session));
+    OK(NVFP4_session_release(again));
+    OK(NVFP4_model_release(loaded));
+    OK(NVFP4_model_release(twin));
+}
+
 static void forks_and_files(const char *scratch)
 {
     char path[1024];
@@ -1507,6 +1556,7 @@ int main(int argc, char **argv)
     looking();
     full_contexts();
     paths(argv[1], argv[2]);
+    packed_weights(argv[1], argv[2]);
     forks_and_files(argv[2]);
     batches(argv[1]);
     processors();

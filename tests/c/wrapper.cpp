@@ -573,7 +573,10 @@ void sessions(const std::string &path, const std::string &scratch)
     CHECK(status_of([&] { nvfp4::convert(path, "/dev/null/x"); }) == NVFP4_IO);
     nvfp4::ConvertOptions how;
     CHECK(how.container == NVFP4_CONTAINER_MODELOPT && how.replace == 0 && how.keep_head == 0 &&
-          how.tables == NVFP4_TABLES_AUTO);
+          how.tables == NVFP4_TABLES_AUTO && how.packed == 0);
+    how.packed = 1;
+    CHECK(status_of([&] { nvfp4::convert(path, "/dev/null/x", how); }) == NVFP4_IO);
+    how.packed = 0;
     how.replace = 1;
     CHECK(status_of([&] { nvfp4::convert(path, "/proc", how); }) == NVFP4_INVALID_ARGUMENT);
     nvfp4::CalibrateOptions calibrate;

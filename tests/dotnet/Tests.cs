@@ -2109,6 +2109,10 @@ static partial class Tests
         Quantizer.ConvertModel(reciterPath, dense, replace: true, tables: Tables.Int8);
         using (Model converted = Model.Load(dense))
             Check(converted.Info.Json.Contains("\"int8\""));
+        Quantizer.ConvertModel(reciterPath, dense, replace: true, packed: true);
+        using (Model converted = Model.Load(dense, new LoadOptions { Device = Device.Cpu, Packed = PackedUse.Required }))
+            Check(File.Exists(Path.Combine(dense, "packed.nvfp4")));
+        Throws<Nvfp4ArgumentException>(() => Quantizer.ConvertModel(dense, dense, packed: true, keepHead: true), "keep_head has no effect");
         File.WriteAllText(Path.Combine(scratch, "text.txt"), "What the model is used for.");
         var calibrate = new CalibrateOptions { Windows = 3, Window = 64, Files = new[] { Path.Combine(scratch, "text.txt") } };
         Quantizer.ConvertModel(reciterPath, dense, replace: true, calibrate: calibrate, progress: (done, total) =>

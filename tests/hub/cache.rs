@@ -294,6 +294,7 @@ fn models_are_listed_and_removed() {
     assert_eq!(main["models"][0]["format"], "modelopt");
     assert_eq!(main["models"][0]["encodings"], json!(["BF16", "NVFP4"]));
     assert!(main["models"][0]["needs_bytes"].as_u64().unwrap() > 0);
+    assert_eq!(main["models"][0]["mapped_bytes"], 0);
     assert_eq!(
         main["models"][0]["fits"][0],
         json!({"device": "cpu", "fits": true})

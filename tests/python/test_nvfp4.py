@@ -822,6 +822,14 @@ class Models(unittest.TestCase):
         self.assertNotIn("merges.txt", os.listdir(path))
         nvfp4.convert(self.reciting, path, replace=True, tables="int8")
         self.assertEqual(nvfp4.Model(path).info["formats"]["int8"]["tensors"], 1)
+        nvfp4.convert(self.reciting, path, replace=True, packed=True)
+        with nvfp4.Model(path, device="cpu", packed="required") as model:
+            self.assertGreater(model.info["mapped_bytes"], 0)
+        os.remove(os.path.join(path, "packed.nvfp4"))
+        nvfp4.convert(path, path, packed=True)
+        self.assertIn("packed.nvfp4", os.listdir(path))
+        with self.assertRaisesRegex(nvfp4.InvalidArgument, "keep_head has no effect"):
+            nvfp4.convert(path, path, packed=True, keep_head=True)
         with self.assertRaisesRegex(nvfp4.Unsupported, "dat holds no int8 tables"):
             nvfp4.convert(self.reciting, path + ".dat", container="dat", tables="int8")
         with self.assertRaises(nvfp4.InputOutput):
@@ -889,7 +897,7 @@ class Models(unittest.TestCase):
         self.assertRaises(TypeError, nvfp4.Model.from_files, contents, quantize={"colour": 1})
         model.close()
         gc.collect()
-        self.assertEqual(nvfp4._files._used, {})
+        self.assertEqual(nvfp4.native._held, {})
         # The interpreter ends while a model has files.
         code = f"import nvfp4\nread = lambda name: open({untied!r} + '/' + name, 'rb')\n" \
                f"model = nvfp4.Model.from_files({{name: read(name) for name in {names!r}}}, device='cpu')\nsession = model.session()\n" \
@@ -1613,7 +1621,7 @@ class Conversations(unittest.TestCase):
         # The executor takes no more; the thread that calls does the work.
         self.assertEqual(answer(models[0]), expected)
         models[0].close()
-        self.assertFalse(nvfp4.models._submitting)
+        self.assertEqual(nvfp4.native._held, {})
         self.assertRaises(TypeError, nvfp4.Pool, 3)
         self.assertRaises(TypeError, nvfp4.Model, self.path, pool=executor)
         self.assertRaises(nvfp4.InvalidArgument, nvfp4.Pool, submit, -1)

@@ -17,7 +17,7 @@ numbers = array.array("f", [1.0] * 32)
 
 
 def models_on_disk() -> None:
-    nvfp4.convert("in", pathlib.Path("out"), tables="int8", keep_head=True)
+    nvfp4.convert("in", pathlib.Path("out"), tables="int8", keep_head=True, packed=True)
 
     nvfp4.convert("in", "out", tables="int4")  # type: ignore[arg-type]
     nvfp4.convert("in", "out", table="int8")  # type: ignore[call-arg]

@@ -92,7 +92,7 @@ module Model =
     /// The memory that a model and its sessions will take, loaded and used as the options say.
     let planWith (options: LoadOptions) (sessions: PlanOptions) (path: string) = Model.Plan(path, options, null, sessions)
 
-    /// What a model is.
+    /// The description of a model.
     let info (model: Model) = model.Info
 
     /// The work of a model since it was loaded, and what it holds now.
@@ -352,7 +352,7 @@ module Chat =
     /// The conversation so far, with reasoning and tool calls; `complete` takes it.
     let history (chat: ChatSession) = List.ofSeq chat.Messages
 
-    /// What was said until now, as role and content; during a turn, what was said before it.
+    /// The conversation so far, as role and content; during a turn, the conversation before it.
     let messages (chat: ChatSession) = chat.Messages |> Seq.map (fun m -> m.Role, m.Content) |> Seq.toList
 
 /// How a queue runs a generation: `Submit.defaults () |> Submit.priority 1 |> Submit.deadline (TimeSpan.FromSeconds 10.)`. Each function gives a

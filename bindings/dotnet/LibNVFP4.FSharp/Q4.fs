@@ -41,7 +41,7 @@ type Q4Schema =
       QuantMapKey: string option
       ExtraKeys: string list }
 
-/// What is wanted of a session.
+/// The options of a session.
 type Q4SessionConfig =
     { BackendOverride: string option
       ComputePath: Q4ComputePath
@@ -56,7 +56,7 @@ type Q4TensorBundle =
       Absmax: Tensor option
       QuantMap: Tensor option }
 
-/// What was chosen, and why.
+/// The chosen backend, and the reason.
 type Q4Diagnostics =
     { Format: QuantFormat
       Backend: string
@@ -74,7 +74,7 @@ type IQ4PreparedWeight =
     /// A name for messages.
     abstract DebugName: string
 
-/// What multiplies with weights.
+/// A backend of products with weights.
 type IQ4Backend =
     /// "nvfp4-kernel", "nf4-kernel" or "dequant-matmul".
     abstract Name: string
@@ -87,7 +87,7 @@ type IQ4Backend =
 
 /// The native library as hosts of TorchSharp probe it.
 module NativeInterop =
-    /// What came of loading a library.
+    /// The result of loading a library.
     type NativeLoadResult =
         { LibraryPath: string
           Loaded: bool
@@ -95,8 +95,8 @@ module NativeInterop =
 
     let mutable private nf4Path: string option = None
 
-    /// Says where the library is looked for: None for NVFP4_LIB_PATH and the usual places. NF4 is this library's too, so that
-    /// its path says only what loadNf4 looks for. A library that is in use stays.
+    /// Sets the path of the library: None for NVFP4_LIB_PATH and the usual places. This library has NF4 too, so the path for
+    /// NF4 is only the file whose presence loadNf4 checks. A library that is in use stays.
     let configure (nvfp4Path: string option, nf4: string option) : unit =
         Library.Use(Option.toObj nvfp4Path)
         nf4Path <- nf4
@@ -107,7 +107,7 @@ module NativeInterop =
         | true, file, _ -> { LibraryPath = file; Loaded = true; Error = None }
         | false, file, error -> { LibraryPath = Option.ofObj file |> Option.defaultValue ""; Loaded = false; Error = Some error }
 
-    /// The same for NF4.
+    /// Loads the library for NF4.
     let loadNf4 () : NativeLoadResult =
         match nf4Path with
         | Some path when not (IO.File.Exists path) -> { LibraryPath = path; Loaded = false; Error = Some(path + ": not there") }
@@ -190,7 +190,7 @@ module UnifiedMemory =
             invalidOp "the policy requires managed memory, and this machine or TS_Q4_DISABLE_UM does not allow it; Library.Diagnose() says why"
         tensor
 
-    /// What the policy makes of a weight: a copy in managed memory, or a handle of its own.
+    /// A weight under the policy: a copy in managed memory, or another handle of the same tensor.
     let applyMutablePolicy (policy: UnifiedMemoryPolicy) (tensor: Tensor) : Tensor =
         let tensor = applyPolicy policy tensor
         match policy with
@@ -330,7 +330,7 @@ module Backend =
         with :? Nvfp4Exception as e ->
             Error e.Message
 
-    /// What would be chosen for a weight, and why.
+    /// The backend that would be chosen for a weight, and the reason.
     let diagnose (schema: Q4Schema) (config: Q4SessionConfig) : Q4Diagnostics =
         let load = NativeInterop.loadNvfp4 ()
         let state =
@@ -360,10 +360,10 @@ type Q4Linear(config: Q4SessionConfig, schema: Q4Schema, tensors: Q4TensorBundle
     do UnifiedMemory.applyPolicy config.UnifiedMemoryPolicy tensors.Weight |> ignore
     let prepared = backend.PrepareWeight(schema, tensors, Backend.deviceName config)
 
-    /// What multiplies.
+    /// The name of the backend that multiplies.
     member _.BackendName = backend.Name
 
-    /// Multiplies an input with the weight. The result has the input's type, or the one that is named.
+    /// Multiplies an input with the weight. The result has the type `outDtype`, or else the input's.
     member _.Forward(input: Tensor, ?outDtype: DType) : Tensor = backend.Linear(input, prepared, defaultArg outDtype input.DType)
 
     interface IDisposable with
@@ -372,11 +372,11 @@ type Q4Linear(config: Q4SessionConfig, schema: Q4Schema, tensors: Q4TensorBundle
 /// Makes linear layers of one kind.
 [<Interface>]
 type Q4Session =
-    /// What is wanted.
+    /// The options.
     abstract Config: Q4SessionConfig
     /// The names of a weight's tensors.
     abstract Schema: Q4Schema
-    /// What multiplies.
+    /// The backend that multiplies.
     abstract Backend: IQ4Backend
     /// Makes a layer.
     abstract CreateLinear: tensors: Q4TensorBundle -> Q4Linear

@@ -72,10 +72,10 @@ namespace LibNVFP4
             }
         }
 
-        /// What the native call takes; null where there is nothing to say.
+        /// The options of the native call; null for the defaults.
         internal NativeCallOptions* Options => options;
 
-        /// What native code gives back to the callbacks below.
+        /// The `user` pointer that native code passes to the callbacks below.
         internal IntPtr User
         {
             get
@@ -102,7 +102,7 @@ namespace LibNVFP4
                 self.Free();
         }
 
-        /// What a callback returns after this: 1 if the call is to end.
+        /// Runs a handler, and returns the callback's result: 1 if the call is to end.
         internal int Stops(Func<bool> goesOn)
         {
             try

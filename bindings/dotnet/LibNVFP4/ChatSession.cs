@@ -7,7 +7,7 @@ using System.Threading.Tasks;
 
 namespace LibNVFP4
 {
-    /// What a turn gives the library: what the user says, or a whole conversation.
+    /// The input of a turn: the user's text, or a whole conversation.
     internal sealed unsafe class Turn
     {
         readonly byte[] text;
@@ -193,7 +193,7 @@ namespace LibNVFP4
         }
 #endif
 
-        /// What is wrong with a text is told when the stream begins.
+        /// A text that is refused is an exception when the stream begins.
         TextStream Pieces(Func<Turn> turn, GenerateOptions options, CancellationToken cancellation) =>
             new TextStream(this, (handler, token) => Run(turn(), Drawn(options), handler, token), cancellation);
 
@@ -208,7 +208,7 @@ namespace LibNVFP4
                     return true;
                 };
             Run(turn, Drawn(options), handler, cancellation);
-            // What came until then must not look like the whole answer.
+            // A part of the answer must not look like the whole.
             return Handle.IsGivenUp ? throw new ObjectDisposedException(GetType().Name) : Text;
         }
 

@@ -48,13 +48,13 @@ namespace LibNVFP4
 
     internal sealed partial class TensorHandle
     {
-        /// What C calls NULL, for tensors that may be left out.
+        /// C's NULL, for tensors that may be left out.
         internal static readonly TensorHandle None = new TensorHandle();
     }
 
     internal sealed partial class SessionHandle
     {
-        /// What ends the calls that use the session or are about to.
+        /// The cancel handles of calls that use the session or are about to.
         readonly List<CancelHandle> calls = new List<CancelHandle>();
         volatile bool givenUp;
 
@@ -128,7 +128,7 @@ namespace LibNVFP4
         }
     }
 
-    /// What ends a call, from any thread, whether that has begun or not.
+    /// Cancels a call from any thread, whether it has begun or not.
     internal sealed partial class CancelHandle
     {
         internal static CancelHandle Create()

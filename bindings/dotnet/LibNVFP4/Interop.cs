@@ -34,10 +34,10 @@ namespace LibNVFP4
     {
         static readonly UTF8Encoding Strict = new UTF8Encoding(false, true);
 
-        /// Makes a call that may take memory.
+        /// Makes a call that may take memory, and checks its status.
         internal static void Call(Func<int> call) => Check(Try(call));
 
-        /// The same, and gives its status.
+        /// Makes a call that may take memory, and returns its status.
         internal static int Try(Func<int> call)
         {
             var retry = new Retry();
@@ -163,7 +163,7 @@ namespace LibNVFP4
             return new UIntPtr((ulong)value);
         }
 
-        /// What says that there is no limit is the largest there is.
+        /// SIZE_MAX, which stands for no limit, becomes the largest value.
         internal static long Long(UIntPtr value) => (long)Math.Min(value.ToUInt64(), long.MaxValue);
 
         internal static int Flag(bool value) => value ? 1 : 0;

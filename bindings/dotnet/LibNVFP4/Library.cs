@@ -99,7 +99,7 @@ namespace LibNVFP4
                     ", one beside the assembly or of the program's own resolver; remove that one, or load it instead");
         }
 
-        /// What fits this assembly.
+        /// The versions of the library that fit this assembly.
         static string Needed => "LibNVFP4 " + Dotted + " needs libNVFP4 " + Dotted + " or later";
 
         static string Dotted => Native.VersionNumber / 10000 + "." + Native.VersionNumber / 100 % 100 + "." + Native.VersionNumber % 100;
@@ -127,7 +127,7 @@ namespace LibNVFP4
 
         static T Function<T>(IntPtr handle, string name) => Marshal.GetDelegateForFunctionPointer<T>(Loader.Symbol(handle, name));
 
-        /// <summary>Says whether the library can be loaded from where it is looked for now.</summary>
+        /// <summary>Whether the library can be loaded with the current search path.</summary>
         /// <param name="file">The file that can be loaded, or the one that was asked for, or null.</param>
         /// <param name="error">Why not, or null.</param>
         public static bool Probe(out string file, out string error)
@@ -162,7 +162,7 @@ namespace LibNVFP4
         /// <summary>
         /// Sends log messages of a level and more severe ones to a handler, for the whole process, in the place of the one
         /// before; null stops that. When the call returns, the handler before it is not running, unless it is what calls this.
-        /// What a handler throws is lost. Each copy of this assembly has a handler of its own; that of a collectible
+        /// Exceptions of a handler are lost. Each copy of this assembly has a handler of its own; that of a collectible
         /// AssemblyLoadContext is taken back when the context begins to unload.
         /// </summary>
         public static void SetLog(LogHandler handler, LogLevel level = LogLevel.Info)
@@ -229,7 +229,7 @@ namespace LibNVFP4
         /// Makes what may be the process's first call, and checks its status.
         internal static void Call(Func<int> call) => Interop.Check(Try(call));
 
-        /// The same, and gives its status.
+        /// Makes what may be the process's first call, and returns its status.
         internal static int Try(Func<int> call)
         {
             Load();
@@ -373,7 +373,7 @@ namespace LibNVFP4
 
         internal static string Processor => RuntimeInformation.ProcessArchitecture.ToString().ToLowerInvariant();
 
-        /// What ELF files say of the processor that they are for, by the names of .NET.
+        /// The machine numbers of ELF files, with .NET's names of the processors.
         static readonly Dictionary<int, string> Processors = new Dictionary<int, string>
         {
             { 3, "x86" }, { 40, "arm" }, { 62, "x64" }, { 183, "arm64" }, { 243, "riscv64" },

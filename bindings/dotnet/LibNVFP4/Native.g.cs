@@ -346,7 +346,8 @@ namespace LibNVFP4
         internal ulong BlocksEvicted;
         // Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
         internal ulong ReservedBytes;
-        // Reserved bytes that neither sessions nor the prefix cache take.
+        // Reserved bytes that neither sessions nor the prefix cache take. On a GPU the blocks that padding rows of passes write to, taken
+        // once for each KV type in use, are in none of `used_bytes`, `cached_bytes` and `free_bytes`.
         internal ulong FreeBytes;
         // Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
         internal ulong Preemptions;
@@ -453,8 +454,8 @@ namespace LibNVFP4
         internal int Replace;
         // 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0.
         internal int KeepHead;
-        // Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration; NULL for neither.
-        // Default: NULL.
+        // Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration, and then in bytes of
+        // the file of packed weights; NULL for neither. Default: NULL.
         internal NativeCallOptions* Call;
         // One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once. Default:
         // #NVFP4_TABLES_AUTO.
@@ -464,6 +465,13 @@ namespace LibNVFP4
         // How to calibrate. Codes and scales of linear weights are then chosen so that their products with the inputs that occur in text
         // change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
         internal NativeCalibrateOptions* Calibrate;
+        // 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them,
+        // which processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source`
+        // itself, nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`.
+        // Default: 0.
+        internal int Packed;
+        // Must be 0.
+        internal int Reserved2;
     }
 
     // Kind of a grammar's source. Fill with NVFP4_grammar_options_init(), then change what is to differ.

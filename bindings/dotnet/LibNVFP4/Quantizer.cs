@@ -281,9 +281,13 @@ namespace LibNVFP4
         /// are written in int8 unless told. A call that was stopped goes on after the blocks of the model that it had finished, which it
         /// keeps beside the destination, with <c>.calibration</c> after its name. Null for weights that are quantized by themselves.
         /// </param>
+        /// <param name="packed">
+        /// Also writes packed.nvfp4 into the directory, after the model: the weights as the CPU's kernels read them, which processes that load
+        /// the model on the CPU share. If the destination is the source itself, nothing is quantized and that file alone is written.
+        /// </param>
         public static void ConvertModel(string source, string destination, Container container = Container.ModelOpt,
             QuantizeOptions options = null, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken),
-            bool replace = false, bool keepHead = false, Tables tables = Tables.Auto, CalibrateOptions calibrate = null)
+            bool replace = false, bool keepHead = false, Tables tables = Tables.Auto, CalibrateOptions calibrate = null, bool packed = false)
         {
             byte[] from = Interop.Utf8(source, nameof(source)), to = Interop.Utf8(destination, nameof(destination));
             using (var files = new PinnedPaths(calibrate?.Files ?? new string[0]))
@@ -300,6 +304,7 @@ namespace LibNVFP4
                     how.Replace = replace ? 1 : 0;
                     how.KeepHead = keepHead ? 1 : 0;
                     how.Tables = (int)tables;
+                    how.Packed = packed ? 1 : 0;
                     how.Call = call.Options;
                     NativeCalibrateOptions text;
                     if (calibrate != null)

@@ -428,7 +428,7 @@ namespace LibNVFP4
 
             internal IntPtr User => GCHandle.ToIntPtr(self);
 
-            /// What an element takes in the array. For the marshaller a bool has 4 bytes and a char 1, and AOT compilers leave the
+            /// Bytes of an element in the array. For the marshaller a bool has 4 bytes and a char 1, and AOT compilers leave the
             /// marshaller's sizes out.
             internal long ElementSize =>
                 (long)Marshal.UnsafeAddrOfPinnedArrayElement(pinned, 1) - (long)Marshal.UnsafeAddrOfPinnedArrayElement(pinned, 0);

@@ -225,7 +225,7 @@ namespace LibNVFP4
                 try
                 {
                     Generation generation = generator(Take, Begin());
-                    // What is cut off because the session was disposed of must not look like a whole answer.
+                    // An answer that was cut off because the session was disposed of must not look whole.
                     if (generation.Finish == FinishReason.Cancelled && !stopped && session.Handle.IsGivenUp)
                         throw new ObjectDisposedException(session.GetType().Name);
                 }
@@ -240,7 +240,7 @@ namespace LibNVFP4
                 GC.KeepAlive(session);
             }
 
-            /// What ends the generation: either token, or Stop(), which may have come already.
+            /// The token that ends the generation: by either token of the caller, or by Stop(), which may have been called already.
             CancellationToken Begin()
             {
                 lock (gate)

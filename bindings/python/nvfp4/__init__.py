@@ -27,7 +27,6 @@ given up by close(), by the end of a `with`, or with their last use. Calls may c
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -102,13 +101,6 @@ def set_threads(threads: int) -> None:
 
 
 _log: Optional[int] = None  # The token of what set_log() was given last.
-_words = itertools.count(1)
-_listening: Dict[int, Any] = {}  # The callbacks that the library has, each by its word.
-
-
-@native.LogRelease  # type: ignore[untyped-decorator]
-def _released(word: int) -> None:
-    del _listening[word]
 
 
 def set_log(function: Optional[Callable[[str, str], object]], level: types.LogLevel = "warn") -> None:
@@ -119,17 +111,13 @@ def set_log(function: Optional[Callable[[str, str], object]], level: types.LogLe
     if function:
         told = function
 
-        def take(_word: int, number: int, message: int, length: int) -> int:
+        def take(_user: int, number: int, message: int, length: int) -> int:
             told(native.chosen("log", number), ctypes.string_at(message, length).decode(errors="replace"))
             return 0
 
-        word = next(_words)
-        _listening[word] = native.LogCallback(take)
-        try:
-            token = native.value_out(ctypes.c_uint64, native.lib.log_add, _listening[word], word, threshold, _released)
-        except native.Error:
-            del _listening[word]
-            raise
+        callback = native.LogCallback(take)
+        with native.holding(callback) as user:
+            token = native.value_out(ctypes.c_uint64, native.lib.log_add, callback, user, threshold, native.release)
     old, _log = _log, token
     if old:
         native.lib.log_remove(old)

@@ -841,7 +841,8 @@ class ModelStatistics(Structure):
     - `cached_bytes`: Their bytes.
     - `blocks_evicted`: Blocks that the prefix cache alone held, and gave up because memory was needed or its limit was reached.
     - `reserved_bytes`: Bytes reserved by `kv_bytes` of NVFP4_LoadOptions.
-    - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take.
+    - `free_bytes`: Reserved bytes that neither sessions nor the prefix cache take. On a GPU the blocks that padding rows of passes write
+      to, taken once for each KV type in use, are in none of `used_bytes`, `cached_bytes` and `free_bytes`.
     - `preemptions`: Generations that found no block in what is reserved, gave theirs up to the others, waited and ran their tokens again.
     - `recomputed_tokens`: Tokens of sessions that ran again, or were found, because a step of the trainer had changed the weights: see
       NVFP4_trainer_model(). They count as prompt tokens too.
@@ -980,13 +981,17 @@ class ConvertOptions(Structure):
       not empty. Default: 0.
     - `keep_head`: 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says.
       Default: 0.
-    - `call`: Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration; NULL for neither.
-      Default: NULL.
+    - `call`: Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration, and then in bytes of
+      the file of packed weights; NULL for neither. Default: NULL.
     - `tables`: One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
       Default: #NVFP4_TABLES_AUTO.
     - `reserved`: Must be 0.
     - `calibrate`: How to calibrate. Codes and scales of linear weights are then chosen so that their products with the inputs that occur in
       text change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
+    - `packed`: 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read
+      them, which processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source`
+      itself, nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
+    - `reserved2`: Must be 0.
     """
 
     _fields_ = [
@@ -998,6 +1003,8 @@ class ConvertOptions(Structure):
         ("tables", c_int32),
         ("reserved", c_int32),
         ("calibrate", c_void_p),
+        ("packed", c_int32),
+        ("reserved2", c_int32),
     ]
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, List, Mapping, Optional
 
 from . import native
 from .tensors import _Buffer, _get_buffer, _release_buffer  # type: ignore[attr-defined]
 
 _CONTIGUOUS = 0  # PyBUF_SIMPLE
-_words = itertools.count(1)
-_used: Dict[int, _File] = {}  # The files that the library uses, each by its word.
 
 
 class _File:
@@ -70,14 +67,9 @@ class _File:
 
 
 @native.FileRead  # type: ignore[untyped-decorator]
-def _read(word: int, offset: int, out: int, size: int) -> int:
-    file = _used[word]
+def _read(user: int, offset: int, out: int, size: int) -> int:
+    file: _File = native.held(user)
     return file.copy(offset, out, size, file.read) if file.read else -1
-
-
-@native.FileRelease  # type: ignore[untyped-decorator]
-def _release(word: int) -> None:
-    _used.pop(word).release()
 
 
 class GivenFiles:
@@ -97,10 +89,9 @@ class GivenFiles:
         """`call(files, count, size)`, by which the library takes the files. An exception of one that was read leaves it."""
         array = (native.ModelFile * len(self._files))()
         for place, file in zip(array, self._files):
-            word = next(_words)
-            _used[word] = file
             place.name, place.name_length = ctypes.cast(ctypes.c_char_p(file.name), ctypes.c_void_p), len(file.name)
-            place.size, place.user, place.release = file.size, word, ctypes.cast(_release, ctypes.c_void_p)
+            place.size, place.user = file.size, native.hold(file, file.release)
+            place.release = ctypes.cast(native.release, ctypes.c_void_p)
             if file.read is not None:
                 place.read = ctypes.cast(_read, ctypes.c_void_p)
             else:

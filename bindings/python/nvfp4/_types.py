@@ -185,6 +185,10 @@ class ConvertOptions(TypedDict, total=False):
     keep_head: bool
     # One of Tables: format of the embedding and the output head. A tied head stays tied: the table is written once. Default: "auto".
     tables: Tables
+    # 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them, which
+    # processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source` itself,
+    # nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
+    packed: bool
 
 
 class GrammarOptions(TypedDict, total=False):

@@ -203,15 +203,6 @@ class Tokenizer(Single):
                                 ctypes.byref(how), add_generation_prompt)
 
 
-_submitting = {}  # The callbacks of pools, each by its word.
-_words = itertools.count(1)
-
-
-@native.PoolRelease
-def _released(word):
-    del _submitting[word]
-
-
 class Pool(Handle):
     """
     Threads of the program that work for models on the CPU, with pool= of Model, in place of threads of the library; any number of models may
@@ -228,20 +219,16 @@ class Pool(Handle):
         if not callable(submit):
             raise TypeError(f"a Pool takes a function that has a thread call what it is given, not {submit!r}")
 
-        def schedule(_word, run, task):
+        def schedule(_user, run, task):
             try:
                 submit(native.PoolTask(run), task)
             except BaseException:
                 return 1
             return 0
 
-        word = next(_words)
-        _submitting[word] = native.PoolSubmit(schedule)
-        try:
-            self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.pool_create, threads, _submitting[word], word, _released)
-        except BaseException:
-            del _submitting[word]
-            raise
+        callback = native.PoolSubmit(schedule)
+        with native.holding(callback) as user:
+            self._as_parameter_ = native.value_out(ctypes.c_void_p, lib.pool_create, threads, callback, user, native.release)
 
 
 class Model(Handle):
@@ -405,7 +392,9 @@ def convert(source, destination, container="modelopt", quantize=None, progress=N
     Converts a model on disk to NVFP4 on disk. `container` is modelopt or dat. Options: replace (a directory that holds a model;
     without it one that is not empty is refused), tables (auto, bfloat16, int8, nvfp4: what embedding and head are written as; auto is
     int8 where the source has them in at most 8 bits and a directory is written, else 16 bits), keep_head (leaves the head, or the table
-    that it shares with the embedding, in its precision). The rest is as for Model.
+    that it shares with the embedding, in its precision), packed (also writes packed.nvfp4 into the directory, after the model: the weights as
+    the CPU's kernels read them, which processes that load the model on the CPU share; if DESTINATION is SOURCE itself, nothing is quantized
+    and that file alone is written). The rest is as for Model.
 
     `calibrate` True, or a dictionary of options, chooses codes and scales for which products with what the model makes of text differ
     least, and writes tables in int8 unless told. Its options: files (with text of the kinds that the model is used for, rows as for

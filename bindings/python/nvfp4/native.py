@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import platform
 import re
@@ -294,7 +295,7 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
                 out.logits_processor = ctypes.cast(out.processor.function, ctypes.c_void_p)
         elif field in choices:
             setattr(out, field, choice(choices[field], value))
-        elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved"):
+        elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved", "reserved2"):
             setattr(out, field, value if isinstance(value, float) else _fitting(kinds[field]).from_param(value))
         else:
             raise TypeError(f"{field!r} is none of the options: {', '.join(kinds)}, device, stop")
@@ -373,6 +374,38 @@ def callback(kind: Any, function: Callable[..., Any]) -> Generator[Any, None, No
     finally:
         if raised:
             raise raised.pop() from None
+
+
+# Objects that the library holds, each with a function to call once it has given the object up, by the number that it has for `user`.
+_held: Dict[int, Tuple[Any, Callable[[], object]]] = {}
+_numbers = itertools.count(1)
+
+
+def hold(value: Any, given_up: Callable[[], object] = lambda: None) -> int:
+    """Keeps `value` until the library calls `release` with the number that this returns."""
+    number = next(_numbers)
+    _held[number] = (value, given_up)
+    return number
+
+
+def held(number: int) -> Any:
+    return _held[number][0]
+
+
+@LogRelease  # type: ignore[untyped-decorator]  # LogRelease, PoolRelease and FileRelease are one type.
+def release(number: int) -> None:
+    _held.pop(number)[1]()
+
+
+@contextlib.contextmanager
+def holding(value: Any) -> Generator[int, None, None]:
+    """A number for `value`, which is kept unless the call that hands it to the library raises."""
+    number = hold(value)
+    try:
+        yield number
+    except BaseException:
+        del _held[number]
+        raise
 
 
 class Processor:

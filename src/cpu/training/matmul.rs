@@ -51,11 +51,7 @@ impl Cpu {
     /// Adds the Gram matrix of the columns of `x` `[rows, cols]`, `x^T x`, to `out` `[cols, cols]`: the elements on the diagonal and above,
     /// and some below.
     pub fn gram(&self, x: &[f32], cols: usize, out: &mut [f32]) -> Result<()> {
-        let sizes = Sizes {
-            m: cols,
-            n: cols,
-            k: x.len() / cols,
-        };
+        let sizes = Sizes::mnk(cols, cols, x.len() / cols);
         if x.len() != sizes.k * cols || out.len() != cols * cols {
             bail!(
                 Internal,
@@ -210,11 +206,7 @@ mod tests {
             let x: Vec<f32> = (0..(rows * cols) as u64).map(draw).collect();
             let start: Vec<f32> = (0..(cols * cols) as u64).map(draw).collect();
             let (mut whole, mut half) = (start.clone(), start);
-            let sizes = Sizes {
-                m: cols,
-                n: cols,
-                k: rows,
-            };
+            let sizes = Sizes::mnk(cols, cols, rows);
             host.matmul(GemmForm::TN, sizes, &x, &x, &mut whole, true)
                 .unwrap();
             host.gram(&x, cols, &mut half).unwrap();

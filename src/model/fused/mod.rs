@@ -38,4 +38,4 @@ pub(super) use ragged::{FollowedRows, PromptChunk, ROWS};
 pub(super) use sizes::Sizes;
 pub(super) use step::{BATCH, GREEDY};
 pub(super) use supported::{check_supported, unsupported};
-pub(super) use verification::{is_recorded, most_verified, records_verifications};
+pub(super) use verification::most_verified;

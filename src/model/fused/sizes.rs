@@ -5,7 +5,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{Routing, ScratchDevice, SplitKvWorkspace};
 use crate::model::kv::KvGroup;
-use crate::model::spec::{AttentionSpec, BlockSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, KeyValues, Spec};
 
 /// Maximum sizes over all blocks.
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +33,9 @@ pub(in crate::model) struct Sizes {
     pub(super) dense: bool,
     /// Whether the bits of a row depend on its sequence alone.
     pub(super) deterministic: bool,
+    /// Whether verifications are recorded: rows of one sequence store their keys and values before they attend, which there are kernels for
+    /// only where attention projects both and normalizes no values.
+    pub(super) records_verifications: bool,
 }
 
 /// Sizes of per-layer embeddings.
@@ -82,6 +85,7 @@ impl Sizes {
                 attentions.push(attention.clone());
             }
         }
+        let mut verifying = spec.blocks.iter().filter_map(BlockSpec::attention);
         let of_all_rows = spec.all_blocks().filter_map(|b| b.mlp.of_all_rows());
         let widths = of_all_rows.map(|mlp| mlp.intermediate_size);
         let widest = |width: fn(&AttentionSpec) -> usize| attentions.iter().map(width).max();
@@ -103,6 +107,8 @@ impl Sizes {
             drafts: spec.drafter.is_some(),
             dense,
             deterministic,
+            records_verifications: verifying
+                .all(|a| a.key_values == KeyValues::Projected && !a.value_norm),
         })
     }
 

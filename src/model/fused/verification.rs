@@ -16,7 +16,6 @@ use crate::cuda::{self, Drawn, Event};
 use crate::model::adapter::Adapter;
 use crate::model::batch::{Segment, Wanted};
 use crate::model::kv::{KvTables, StateBlocks};
-use crate::model::spec::{BlockSpec, KeyValues, Spec};
 use crate::ops::sample::Choice;
 
 /// The output of a verified segment, row by row.
@@ -39,25 +38,6 @@ struct VerifiedPass<'a> {
     states: Vec<Option<StateBlocks>>,
     choices: Vec<Choice<'a>>,
     adapters: Vec<Option<&'a Adapter>>,
-}
-
-/// Whether verifications of a model are recorded: rows of one sequence store their keys and values before they attend, which there are kernels
-/// for only where attention projects both and normalizes no values.
-pub(in crate::model) fn records_verifications(spec: &Spec) -> bool {
-    let mut attentions = spec.blocks.iter().filter_map(BlockSpec::attention);
-    attentions.all(|a| a.key_values == KeyValues::Projected && !a.value_norm)
-}
-
-/// Whether a segment can be verified by a recorded pass, rather than by a ragged one.
-pub(in crate::model) fn is_recorded(source: Source<'_>, segment: &Segment<'_>) -> bool {
-    let len = segment.tokens.len();
-    // The drafter follows the position before the first row, if there is one.
-    matches!(segment.wanted, Wanted::Verified(_))
-        && verified_bucket(len).is_some()
-        && segment.first > 0
-        && records_verifications(source.spec)
-        && source.kv.has_null_block()
-        && (source.kv.state().is_none() || states_of(segment).len() == len)
 }
 
 /// The blocks of the recurrent state before and after each row of a segment.
@@ -123,8 +103,25 @@ impl<'a> VerifiedPass<'a> {
 }
 
 impl Executor {
-    /// Verifies segments of different sequences, all of which [`is_recorded`] accepts. They must use the same RoPE table, and the drafter
-    /// follows all of them or none.
+    /// Whether verifications of the model are recorded.
+    pub(in crate::model) fn records_verifications(&self) -> bool {
+        self.lowered.sizes.records_verifications
+    }
+
+    /// Whether a segment can be verified by a recorded pass, rather than by a ragged one.
+    pub(in crate::model) fn is_recorded(&self, source: Source<'_>, segment: &Segment<'_>) -> bool {
+        let len = segment.tokens.len();
+        // The drafter follows the position before the first row, if there is one.
+        matches!(segment.wanted, Wanted::Verified(_))
+            && verified_bucket(len).is_some()
+            && segment.first > 0
+            && self.records_verifications()
+            && source.kv.has_null_block()
+            && (source.kv.state().is_none() || states_of(segment).len() == len)
+    }
+
+    /// Verifies segments of different sequences, all of which [`Executor::is_recorded`] accepts. They must use the same RoPE table, and the
+    /// drafter follows all of them or none.
     pub(in crate::model) fn verify(
         &self,
         source: Source<'_>,

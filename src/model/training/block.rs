@@ -241,16 +241,7 @@ impl BlockPass<'_> {
             BlockOp::Convolve => self.convolve(&*store, saved),
             BlockOp::DeltaRule => self.delta_rule(&*store, saved),
             BlockOp::DeltaNorm => self.delta_norm(&*store, saved),
-            BlockOp::MambaInputs
-            | BlockOp::MambaConvolve
-            | BlockOp::MambaScan
-            | BlockOp::MambaNorm
-            | BlockOp::EnterExperts
-            | BlockOp::LeaveExperts
-            | BlockOp::PerLayerGate
-            | BlockOp::PerLayerProject
-            | BlockOp::PerLayerLeave
-            | BlockOp::ScaleStream => bail!(Internal, "{op:?} is not trained"),
+            untrained!() => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Project(Half::Mixer) => {
                 saved.middle.grow(device, sizes.middle)?;
                 let len = self.sizes().attended;
@@ -432,16 +423,7 @@ impl BlockPass<'_> {
                 output.weight_gradients(store, dy, input, (&mut s.weight, &mut s.linear))
             }
             BlockOp::GateHeads => self.gate_heads_backward(saved, s),
-            BlockOp::MambaInputs
-            | BlockOp::MambaConvolve
-            | BlockOp::MambaScan
-            | BlockOp::MambaNorm
-            | BlockOp::EnterExperts
-            | BlockOp::LeaveExperts
-            | BlockOp::PerLayerGate
-            | BlockOp::PerLayerProject
-            | BlockOp::PerLayerLeave
-            | BlockOp::ScaleStream => bail!(Internal, "{op:?} is not trained"),
+            untrained!() => bail!(Internal, "{op:?} is not trained"),
             BlockOp::Attend => self.attend_backward(saved, s),
             BlockOp::Heads => self.heads_backward(store, saved, s),
             BlockOp::DeltaNorm => self.delta_norm_backward(store, saved, s),

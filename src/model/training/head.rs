@@ -178,11 +178,7 @@ impl HeadPass<'_> {
             tokens.clone(),
             s.weight.first_mut(width * hidden)?,
         )?;
-        let sizes = Sizes {
-            m: t,
-            n: width,
-            k: hidden,
-        };
+        let sizes = Sizes::mnk(t, width, hidden);
         let (x, weight) = (
             s.head_normed.first(t * hidden)?,
             s.weight.first(width * hidden)?,
@@ -266,11 +262,7 @@ impl HeadPass<'_> {
         s: &mut TrainingScratch,
     ) -> Result<()> {
         let (t, hidden, width) = (self.batch.rows(), self.spec.hidden_size, tokens.len());
-        let sizes = Sizes {
-            m: width,
-            n: hidden,
-            k: t,
-        };
+        let sizes = Sizes::mnk(width, hidden, t);
         let (dlogits, x) = (
             s.dlogits.first(t * width)?,
             s.head_normed.first(t * hidden)?,
@@ -306,11 +298,7 @@ impl HeadPass<'_> {
         for tokens in self.chunks() {
             self.logit_gradients(store, loss, &tokens, s)?;
             let width = tokens.len();
-            let sizes = Sizes {
-                m: t,
-                n: hidden,
-                k: width,
-            };
+            let sizes = Sizes::mnk(t, hidden, width);
             let (dlogits, weight) = (s.dlogits.first(t * width)?, s.weight.first(width * hidden)?);
             let to = s.head_gradient.first_mut(t * hidden)?;
             matmul(

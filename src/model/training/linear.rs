@@ -248,11 +248,7 @@ impl Linear<'_> {
     ) -> Result<()> {
         let k = self.inputs;
         let n = self.read(store, weight)?;
-        let sizes = Sizes {
-            m: self.rows,
-            n: k,
-            k: n,
-        };
+        let sizes = Sizes::mnk(self.rows, k, n);
         let weight = weight.first(n * k)?;
         let gradients = match self.rounding.gradients {
             None => dy,
@@ -272,11 +268,7 @@ impl Linear<'_> {
             self.take_share(&adapted, n, dy, s)?;
             self.inner_gradients(store, &adapted, dy, s)?;
             self.factor(store, adapted.adapter.a, s)?;
-            let sizes = Sizes {
-                m: self.rows,
-                n: k,
-                k: rank,
-            };
+            let sizes = Sizes::mnk(self.rows, k, rank);
             matmul(
                 self.device,
                 GemmForm::NN,
@@ -321,11 +313,7 @@ impl Linear<'_> {
                 (dy, x, tokens)
             }
         };
-        let sizes = Sizes {
-            m: n,
-            n: k,
-            k: tokens,
-        };
+        let sizes = Sizes::mnk(n, k, tokens);
         let to = gradient.first_mut(n * k)?;
         matmul(device, GemmForm::TN, sizes, dy, x, to, false)?;
         let mut of_trained = Vec::with_capacity(self.projections.len());
@@ -418,11 +406,7 @@ impl Linear<'_> {
         let (adapter, outputs) = (adapted.adapter, adapted.outputs);
         self.inner(store, adapter, x, s)?;
         self.factor(store, adapter.b, s)?;
-        let sizes = Sizes {
-            m: self.rows,
-            n: outputs,
-            k: adapter.rank,
-        };
+        let sizes = Sizes::mnk(self.rows, outputs, adapter.rank);
         let inner = s.inner.first(self.rows * adapter.rank)?;
         let b = s.factor.first(adapter.rank * outputs)?;
         if outputs == n {
@@ -456,11 +440,7 @@ impl Linear<'_> {
         factor: &Array<Mixed>,
         to: &mut Array<Mixed>,
     ) -> Result<()> {
-        let sizes = Sizes {
-            m: self.rows,
-            n: adapter.rank,
-            k: width,
-        };
+        let sizes = Sizes::mnk(self.rows, adapter.rank, width);
         let len = self.rows * adapter.rank;
         to.grow(self.device, len.next_multiple_of(PIECE))?;
         let factor = factor.first(adapter.rank * width)?;
@@ -529,11 +509,7 @@ impl Linear<'_> {
             (adapter.b, s.inner.first(narrow)?, own, outputs),
             (adapter.a, s.dinner.first(narrow)?, x, k),
         ] {
-            let sizes = Sizes {
-                m: adapter.rank,
-                n: width,
-                k: self.rows,
-            };
+            let sizes = Sizes::mnk(adapter.rank, width, self.rows);
             let len = adapter.rank * width;
             s.factor.grow(self.device, len)?;
             let to = s.factor.first_mut(len)?;

@@ -2,6 +2,22 @@
 //! either device. Weights are read from a [`Store`] just before use, and gradients are given to it as soon as they are complete, so that
 //! only a part of either exists at a time.
 
+/// The operations of blocks that are not trained, as a pattern.
+macro_rules! untrained {
+    () => {
+        BlockOp::MambaInputs
+            | BlockOp::MambaConvolve
+            | BlockOp::MambaScan
+            | BlockOp::MambaNorm
+            | BlockOp::EnterExperts
+            | BlockOp::LeaveExperts
+            | BlockOp::PerLayerGate
+            | BlockOp::PerLayerProject
+            | BlockOp::PerLayerLeave
+            | BlockOp::ScaleStream
+    };
+}
+
 mod batch;
 mod block;
 mod columns;

@@ -91,18 +91,7 @@ impl RecomputedParts {
             }
             // Routes are not kept.
             BlockOp::Route => true,
-            // Not trained.
-            BlockOp::MambaInputs
-            | BlockOp::MambaConvolve
-            | BlockOp::MambaScan
-            | BlockOp::MambaNorm
-            | BlockOp::EnterExperts
-            | BlockOp::LeaveExperts
-            | BlockOp::PerLayerGate
-            | BlockOp::PerLayerProject
-            | BlockOp::PerLayerLeave
-            | BlockOp::ScaleStream => false,
-            BlockOp::Leave(Half::Mlp) => false,
+            untrained!() | BlockOp::Leave(Half::Mlp) => false,
         }
     }
 }

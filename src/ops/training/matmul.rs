@@ -37,11 +37,7 @@ pub fn gram(device: &Device, x: Slice<'_, Mixed>, cols: usize, out: SliceMut<'_>
     match device {
         Device::Cpu(cpu) => cpu.gram(x.host()?, cols, out.host()?),
         Device::Cuda(_) => {
-            let sizes = Sizes {
-                m: cols,
-                n: cols,
-                k: x.len() / cols,
-            };
+            let sizes = Sizes::mnk(cols, cols, x.len() / cols);
             matmul(device, GemmForm::TN, sizes, x, x, out, true)
         }
     }
