@@ -4,6 +4,7 @@
 
 mod compile;
 mod limits;
+mod masks;
 mod message;
 mod regex;
 mod schema;
@@ -40,7 +41,10 @@ impl Grammar {
     /// at the beginning, and if the source has what is not supported, which the error names with its place.
     pub fn new(vocabulary: &Arc<GrammarVocabulary>, source: GrammarSource<'_>) -> Result<Grammar> {
         Ok(Grammar {
-            beginnings: Arc::new(Beginnings::new(compile::compile(vocabulary, source)?)),
+            beginnings: Arc::new(Beginnings::new(
+                compile::compile(vocabulary, source)?,
+                vocabulary,
+            )),
             vocabulary: vocabulary.clone(),
         })
     }

@@ -7,6 +7,7 @@ use llguidance::TokenParser;
 use llguidance::api::StopReason;
 
 use super::message::one_line;
+use super::vocabulary::GrammarVocabulary;
 use crate::base::alloc::{Budget, foreign};
 use crate::base::error::{bail, err};
 use crate::base::lock::lock;
@@ -22,14 +23,16 @@ const LARGEST_KEPT: usize = 4 << 20;
 pub(super) struct Beginnings {
     /// Nobody runs it; a state takes a copy.
     first: TokenParser,
+    vocabulary: Arc<GrammarVocabulary>,
     /// Parsers of ended texts: their automata have grown and need not grow again.
     kept: Mutex<Vec<TokenParser>>,
 }
 
 impl Beginnings {
-    pub(super) fn new(first: TokenParser) -> Beginnings {
+    pub(super) fn new(first: TokenParser, vocabulary: &Arc<GrammarVocabulary>) -> Beginnings {
         Beginnings {
             first,
+            vocabulary: vocabulary.clone(),
             kept: Mutex::default(),
         }
     }
@@ -39,7 +42,11 @@ impl Beginnings {
             return Ok(parser);
         }
         let copies = Budget::copies(self.first.parser.lexer_stats().num_bytes + OWN);
-        foreign(copies, || Ok(self.first.deep_clone()))
+        foreign(copies, || {
+            let mut parser = self.first.deep_clone();
+            parser.bias_computer = Arc::new(self.vocabulary.masks());
+            Ok(parser)
+        })
     }
 
     fn give(&self, mut parser: TokenParser) {

@@ -55,7 +55,7 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_vocabulary(&spec).unwrap())
 }
 
-fn vocabulary() -> Arc<GrammarVocabulary> {
+pub(super) fn vocabulary() -> Arc<GrammarVocabulary> {
     Arc::new(GrammarVocabulary::new(&tokenizer(), 1000, &[end()]).unwrap())
 }
 

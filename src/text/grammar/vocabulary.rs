@@ -9,6 +9,7 @@ use llguidance::toktrie::{
 };
 
 use super::limits;
+use super::masks::{Divided, Masks};
 use super::message::one_line;
 use crate::base::alloc::{Budget, foreign};
 use crate::base::error::err;
@@ -19,6 +20,7 @@ use crate::text::Tokenizer;
 pub struct GrammarVocabulary {
     tokenizer: Arc<Tokenizer>,
     factory: ParserFactory,
+    divided: Arc<Divided>,
     tokens: usize,
 }
 
@@ -34,7 +36,7 @@ impl GrammarVocabulary {
         let budget = Budget::vocabulary(bytes.map(<[u8]>::len).sum(), tokens);
         let made = || made(tokenizer, tokens, stops);
         let made = foreign(budget, || Ok(panics::caught(made)))?;
-        let factory = made.and_then(|made| made).map_err(|e| {
+        let (factory, divided) = made.and_then(|made| made).map_err(|e| {
             err!(
                 Unsupported,
                 "grammars cannot use the model's vocabulary: {}",
@@ -44,6 +46,7 @@ impl GrammarVocabulary {
         Ok(GrammarVocabulary {
             tokenizer: tokenizer.clone(),
             factory,
+            divided: Arc::new(divided),
             tokens,
         })
     }
@@ -64,6 +67,11 @@ impl GrammarVocabulary {
     pub(super) fn factory(&self) -> &ParserFactory {
         &self.factory
     }
+
+    /// What makes the masks of one parser.
+    pub(super) fn masks(&self) -> Masks {
+        Masks::new(&self.factory.slicer(), &self.divided)
+    }
 }
 
 impl std::fmt::Debug for GrammarVocabulary {
@@ -76,7 +84,7 @@ fn made(
     tokenizer: &Arc<Tokenizer>,
     tokens: usize,
     stops: &[u32],
-) -> std::result::Result<ParserFactory, String> {
+) -> std::result::Result<(ParserFactory, Divided), String> {
     let is_row = |&id: &u32| (id as usize) < tokens;
     let stops: Vec<u32> = stops.iter().copied().filter(is_row).collect();
     let words: Vec<Vec<u8>> = (0..tokens as u32)
@@ -90,21 +98,30 @@ fn made(
     let tokenizer = tokenizer.clone();
     let environment: TokEnv = Arc::new(Environment { trie, tokenizer });
     let slices = slices();
+    let slice_of = |most: usize| {
+        let found = slices.iter().position(|slice| *slice == plain(most));
+        found.ok_or_else(|| format!("the vocabulary has no slice of {most} characters"))
+    };
+    let divided = Divided::new(environment.tok_trie(), slice_of(2)?, slice_of(30)?);
     let capabilities = InferenceCapabilities::default();
     let mut factory =
         ParserFactory::new(&environment, capabilities, &slices).map_err(|e| format!("{e:#}"))?;
     factory.quiet();
     *factory.limits_mut() = limits::parser();
-    Ok(factory)
+    Ok((factory, divided))
 }
 
 /// Regular expressions that split the vocabulary: where a grammar allows all texts of one of them, the mask of its tokens is known. The lengths
 /// are those of strings whose rest is limited by `maxLength`: with a few short ones such masks take two thirds of the time.
 fn slices() -> Vec<String> {
     let mut slices = SlicedBiasComputer::json_slices();
-    let lengths = [2, 4, 6, 8, 14];
-    slices.extend(lengths.map(|most| format!(r#"[^"\\\x00-\x1F\x7F]{{1,{most}}}"#)));
+    slices.extend([2, 4, 6, 8, 14].map(plain));
     slices
+}
+
+/// The texts of up to `most` characters that a JSON string has as they are.
+fn plain(most: usize) -> String {
+    format!(r#"[^"\\\x00-\x1F\x7F]{{1,{most}}}"#)
 }
 
 /// The bytes by which a grammar knows a token; none for a token that it never allows.
