@@ -276,14 +276,15 @@ fn check_units(target: &str, is_due: impl Fn(&Unit) -> bool) {
     assert!(complaints.is_empty(), "for {target}:\n{complaints}");
 }
 
-/// Architectures that are checked with all units only where tests are long, because each takes three minutes. Beside the others they have
-/// branches of their own in the units here, but for the number of blocks in `rms_norm.cu`.
+/// Architectures that are checked with all units only where tests are long, because each takes three minutes. What they compile otherwise
+/// than both sm_80 and sm_90a is in the units here, but for the number of blocks in `rms_norm.cu`.
 const LONG: &[(&str, &[Unit])] = &[
     ("sm_86", &[]),
     ("sm_89", &[]),
     ("sm_100a", &[Unit::MambaScan, Unit::AdamW, Unit::LinearInt8]),
     ("sm_103a", &[]),
     ("sm_120a", &[]),
+    ("sm_121a", &[Unit::Adapter, Unit::ScaledMmProduct]),
 ];
 
 fn check_if_due(target: &str) {
@@ -375,18 +376,23 @@ fn scaled_products_are_right_on_an_emulated_gpu() {
     }
 }
 
-/// Packing, unpacking and products of few and of some tens of rows, from the kernels' sources, on the processor: with and without
-/// an instruction that converts scales.
+/// Packing, unpacking and products of few and of some tens of rows, from the kernels' sources, on the processor.
 #[test]
 fn products_are_right_on_an_emulated_gpu() {
-    for arch in [800, 900] {
+    // Without an instruction that converts scales it takes as long again; those conversions run for experts too.
+    let archs = match env::tests_are_long() {
+        true => &[800, 900][..],
+        false => &[900],
+    };
+    for &arch in archs {
         if let Some(said) = emulate("linear", arch) {
             assert_eq!(said, "ok\n", "for {arch}");
         }
     }
 }
 
-/// Routing, products with experts and their sum, and products with routers, from the kernels' sources, on the processor.
+/// Routing, products with experts and their sum, and products with routers, from the kernels' sources, on the processor: with and without
+/// an instruction that converts scales.
 #[test]
 fn experts_are_right_on_an_emulated_gpu() {
     for arch in [800, 900] {
@@ -400,9 +406,9 @@ fn experts_are_right_on_an_emulated_gpu() {
 #[test]
 fn attention_is_right_on_an_emulated_gpu() {
     // Codes in 8 bits are widened by integer operations below sm_89, which takes as long again.
-    let archs = match std::env::var_os("NVFP4_LONG") {
-        Some(_) => &[800, 900][..],
-        None => &[900],
+    let archs = match env::tests_are_long() {
+        true => &[800, 900][..],
+        false => &[900],
     };
     for &arch in archs {
         if let Some(said) = emulate("attention", arch) {

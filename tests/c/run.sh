@@ -245,17 +245,24 @@ shows_sampling() {
         [ "$(wc -l <"$work/answers")" -eq 1 ] && grep -q '^\[temperature 0.6, top_k 20, top_p 0.95,' "$work/said"
 }
 
+# count MANY FEW COMMAND...: the first number; the second one for valgrind, which takes a hundred times as long, unless NVFP4_LONG is set.
+count() { if [ "$3" = valgrind ] && [ -z "${NVFP4_LONG-}" ]; then echo "$2"; else echo "$1"; fi; }
+
 # serve COMMAND...: asks 20 questions at once, and checks that each is answered; without time, each ends at once.
 serve() {
-    seq 20 | "$@" "$model" >"$work/served" && [ "$(LC_ALL=C grep -acE '\[(stop|length)\]$' "$work/served")" -eq 20 ] &&
-        seq 20 | "$@" "$model" 0 >"$work/served" && [ "$(LC_ALL=C grep -acE '^[0-9]+: .*\[CANCELLED\]$' "$work/served")" -eq 20 ]
+    local asked
+    asked=$(count 20 10 "$@")
+    seq "$asked" | "$@" "$model" >"$work/served" && [ "$(LC_ALL=C grep -acE '\[(stop|length)\]$' "$work/served")" -eq "$asked" ] &&
+        seq "$asked" | "$@" "$model" 0 >"$work/served" && [ "$(LC_ALL=C grep -acE '^[0-9]+: .*\[CANCELLED\]$' "$work/served")" -eq "$asked" ]
 }
 
 # converses COMMAND...: 63 conversations, in which more is said before the first answers, and one that is interrupted.
 converses() {
-    { for turn in 1 2 3; do seq -f "client%g says $turn" 63; done; echo "late waits"; echo late; } | "$@" "$model" >"$work/served" &&
-        [ "$(LC_ALL=C grep -ac '^client' "$work/served")" -eq 126 ] && [ "$(LC_ALL=C grep -ac '^late ' "$work/served")" -eq 1 ] &&
-        [ "$(LC_ALL=C grep -ao '^client[0-9]* ' "$work/served" | sort -u | wc -l)" -eq 63 ]
+    local clients
+    clients=$(count 63 6 "$@")
+    { for turn in 1 2 3; do seq -f "client%g says $turn" "$clients"; done; echo "late waits"; echo late; } | "$@" "$model" >"$work/served" &&
+        [ "$(LC_ALL=C grep -ac '^client' "$work/served")" -eq $((2 * clients)) ] && [ "$(LC_ALL=C grep -ac '^late ' "$work/served")" -eq 1 ] &&
+        [ "$(LC_ALL=C grep -ao '^client[0-9]* ' "$work/served" | sort -u | wc -l)" -eq "$clients" ]
 }
 
 # A client of the example's server that writes names of special tokens writes text.
@@ -337,6 +344,9 @@ steps=25
 # Generations of a queue that are cancelled or released at random.
 storms=2000
 [ -z "${NVFP4_LONG-}" ] || storms=10000
+# Steps of training under valgrind, which is most of what programs do there.
+taught=4
+[ -z "${NVFP4_LONG-}" ] || taught=20
 # Seconds of random load for each of three models.
 soaks=8
 [ -z "${NVFP4_LONG-}" ] || soaks=100
@@ -466,7 +476,8 @@ if command -v valgrind >/dev/null; then
         */fork-* | */leave-*) check "$name under valgrind" "${under[@]}" --leak-check=no --fair-sched=try "$@" ;;
         # Fewer generations, because valgrind makes each a hundred times as long.
         */queue-*) check "$name under valgrind" "${under[@]}" "$1" "$2" 100 ;;
-        # Fewer races, likewise.
+        # Fewer steps and fewer races, likewise.
+        */training-* | */wrapper-c++17) check "$name under valgrind" "${under[@]}" "$@" "$taught" ;;
         */cancel-*) check "$name under valgrind" "${under[@]}" "$@" 40 ;;
         # Threads of a load that take turns are none.
         */soak-*) ;;
