@@ -5,13 +5,12 @@
 // adds up in order. Shrink runs beside the product with the weights, whose input it shares: what wrote that input is complete when the
 // product has let shrink start. Expand waits for both, because every block of shrink waits for the product before it ends.
 #include "activation/gate.cuh"
+#include "adapter/factors.cuh"
 #include "common/ptx.cuh"
-#include "common/reduce.cuh"
 #include "common/values.cuh"
 #include "format/fragment_major.cuh"
 
 constexpr int TILE_ROWS = 16;
-constexpr int RANK_STEP = 16;       // ranks are multiples of this
 constexpr int SHRINK_THREADS = 256;
 constexpr int SHRINK_BLOCKS = 2;       // on a multiprocessor at least
 constexpr int SHRINK_WARPS = SHRINK_THREADS / WARP;
@@ -23,15 +22,6 @@ constexpr int EXPAND_THREADS = 128;
 constexpr int EXPAND_BLOCKS = 4;     // on a multiprocessor at least
 constexpr int PROJECTIONS = 4;      // that share an input
 static_assert(SHRINK_THREADS == TILE_ROWS * RANK_STEP, "a thread adds up one number of a tile");
-
-// The factors beside a projection.
-struct Factors {
-    const void* a;      // [rank, k]
-    const void* b;      // [outputs, rank]
-    float scale;
-    int rank;           // 0: the projection is not adapted
-    int a_type, b_type; // Type
-};
 
 // Rows with the same adapter.
 struct RowTile {
@@ -122,23 +112,6 @@ struct ShrinkArguments {
     float factor;           // by which x was divided
     int block_rows;         // rows of a tile that a block takes: ROWS_AT_ONCE, or all
 };
-
-// The sums of RANK_STEP values over the lanes of a warp. Lanes 2 r and 2 r + 1 get that of value r.
-__device__ __forceinline__ float sums_over_lanes(float (&v)[RANK_STEP]) {
-    static_assert(RANK_STEP == 16 && WARP == 32, "four exchanges leave one value a lane, and a fifth adds the last two");
-#pragma unroll
-    for (int turn = 1; turn <= 4; turn++) {
-        const int half = RANK_STEP >> turn, lane = WARP >> turn;
-        bool upper = lane_id() & lane;
-#pragma unroll
-        for (int i = 0; i < RANK_STEP / 2; i++) {
-            if (i >= half) break;
-            float kept = upper ? v[i + half] : v[i], sent = upper ? v[i] : v[i + half];
-            v[i] = kept + __shfl_xor_sync(ALL_LANES, sent, lane);
-        }
-    }
-    return v[0] + __shfl_xor_sync(ALL_LANES, v[0], 1);
-}
 
 template <bool FRAGMENTS>
 __device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowTile& tile, const Factors& f, int first_row, int end_row) {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::kernel::kernels;
 use super::linear::{CHUNK_K, Glu, Layout, Matrix};
+use super::row_adapter::{ROW_RANK, RowAdapter};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -180,6 +181,8 @@ pub struct AdapterScratch {
     rank: usize,
     tiles: DeviceBuffer,
     low: DeviceBuffer,
+    /// Products of a single row with A factors, for ranks up to [`ROW_RANK`].
+    parts: DeviceBuffer,
 }
 
 /// Elements of the products of the A factors of one projection, for a row of `k` elements and ranks up to `rank`.
@@ -198,12 +201,22 @@ impl AdapterScratch {
             rank,
             tiles: scratch(rows * TILE_WORDS * 4)?,
             low: scratch(PROJECTIONS * rows * low_stride(width, rank) * 4)?,
+            parts: scratch(RowAdapter::bytes(rank.next_power_of_two().min(ROW_RANK)))?,
         })
     }
 
     /// Whether it has room for such passes.
     pub fn holds(&self, rows: usize, rank: usize) -> bool {
         rows <= self.rows && rank <= self.rank
+    }
+
+    /// The adapter of a pass of one row, with a rank up to `rank`, a power of two up to [`ROW_RANK`].
+    pub fn of_row(&self, rank: usize) -> RowAdapter<'_> {
+        RowAdapter {
+            tiles: &self.tiles,
+            parts: &self.parts,
+            rank,
+        }
     }
 
     /// Enqueues a write of the tiles of a pass, and unused ones up to `count`.
