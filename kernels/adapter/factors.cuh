@@ -26,6 +26,7 @@ struct LowOutput {
     int parts;
     int shift;                      // of the largest rank, a power of two
     int copies;                     // bytes of shared memory for copies of factors
+    int later, laters;              // projections whose factors a later kernel reads, which are fetched to L2: the first, and their number
 };
 struct LowInput {
     const float* values;            // null: the kernel multiplies its input by the A factors itself

@@ -363,7 +363,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     load_norm<D>(a.q_norm, q_weight);
     load_norm<D>(a.k_norm, k_weight);
 
-    if constexpr (ADAPTED) HeadAdapter<D>::fetch(a.low, first_head, heads, THREADS);
+    AdapterOf<D, ADAPTED> adapter(a.low, first_head, heads, THREADS);
     wait_for_earlier_kernels();
     let_later_kernels_start();
     // The heads of the row that the block needs: queries, then the key and the value. A warp takes one per turn; all are in flight before
@@ -635,17 +635,14 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
 
     OutputRow out(a, sequence, all_heads * D);
-    HeadAdapter<ADAPTED ? D : WARP> adapter(a.low);
-    auto load_adapter = [&](int h) {
-        if constexpr (ADAPTED) adapter.load_head(first_head + h);
-    };
     // The place of a head's own partial result is no longer in use.
     auto store_output = [&](const PartialResult<D>& r, int h) {
         float sink = LIMITED && a.sinks ? a.sinks[first_head + h] * LOG2E : -INFINITY;
+        if constexpr (ADAPTED) adapter.load(first_head + h);
         r.store_output(out, first_head + h, sink);
         if constexpr (ADAPTED) {
             r.keep_output(of_warp[0][h], sink);
-            adapter.store(of_warp[0][h]);
+            adapter.store(first_head + h, of_warp[0][h]);
         }
     };
     if (a.fragment_major && split == 0 && first_head == 0) {
@@ -676,7 +673,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     int block = sequence * gridDim.x + blockIdx.x;
     float* lines = a.partial + (size_t)block * gridDim.z * HEADS * LINE;
     for (int h = warp; h < heads; h += WARPS) {
-        if (splits == 1) load_adapter(h);
         PartialResult<D> r(of_warp[0][h], LINES, HEADS * LINE);
         if (splits == 1) {
             store_output(r, h);
@@ -694,10 +690,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int h = warp; h < heads; h += WARPS) {
-        load_adapter(h);
-        store_output(PartialResult<D>::template of_splits<FIXED>(lines + h * LINE, splits), h);
-    }
+    for (int h = warp; h < heads; h += WARPS) store_output(PartialResult<D>::template of_splits<FIXED>(lines + h * LINE, splits), h);
 }
 
 // With few blocks, each has a ring of four pages, two of which are processed at a time. With more blocks, and in clusters, a ring of two

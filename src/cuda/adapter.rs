@@ -42,9 +42,6 @@ kernels! {
 
 /// Rows of a tile.
 const TILE_ROWS: usize = 16;
-/// Rows of a tile that a CTA of shrink takes in passes of up to so many tiles.
-const FEW_ROWS: usize = 4;
-const FEW_TILES: usize = 8;
 /// Ranks of factors are multiples of this.
 const RANK_STEP: usize = 16;
 /// Elements of K that a CTA of shrink takes at a time, and its threads.
@@ -287,7 +284,6 @@ struct ShrinkArguments {
     low: LowArgument,
     first: i32,
     factor: f32,
-    block_rows: i32,
 }
 
 /// Multiplies rows by the A factors of `projections` projections: f16 `x` `[rows, k]` in `layout`, which were divided by `factor`. It must
@@ -302,26 +298,19 @@ pub fn shrink(
 ) -> Result<()> {
     group.check(projections)?;
     x.holds("rows", &[layout.elements(group.rows, group.k), 2])?;
-    // Few tiles keep the device busy by blocks of fewer rows, which read the factors again.
-    let block_rows = match group.tiles <= FEW_TILES {
-        true => FEW_ROWS,
-        false => TILE_ROWS,
-    };
     let arguments = ShrinkArguments {
         x: x.address(),
         tiles: group.scratch.tiles.address(),
         low: group.low()?,
         first: int("a projection", group.first)?,
         factor,
-        block_rows: block_rows as i32,
     };
     let kernel = match layout {
         Layout::RowMajor => Shrink::RowMajor,
         Layout::FragmentMajor => Shrink::FragmentMajor,
     };
     let splits = group.k.div_ceil(STEP_K) as u32;
-    let blocks = group.tiles * (TILE_ROWS / block_rows);
-    let grid = [splits, projections as u32, blocks as u32];
+    let grid = [splits, projections as u32, group.tiles as u32];
     // SAFETY: sizes were checked; tables of adapters in the pass outlive it in stream order.
     unsafe {
         Launch::new(grid, SHRINK_THREADS)

@@ -484,7 +484,7 @@ pub fn decode_adapted(
         positions,
         count: 1,
         stored: false,
-        adapter: Some(adapter.output(AdaptedInput::Inner, Some(next), parts, 0)?),
+        adapter: Some(adapter.output(AdaptedInput::Inner, Some(next), parts, 0, None)?),
     };
     let layout = Layout::RowMajor;
     decode_by(gpu, heads, cache, rows, division, workspace, out, layout)

@@ -60,6 +60,8 @@ pub(super) struct LowOutput {
     parts: i32,
     shift: i32,
     copies: i32,
+    later: i32,
+    laters: i32,
 }
 
 impl RowAdapter<'_> {
@@ -90,15 +92,17 @@ impl RowAdapter<'_> {
     }
 
     /// The argument of the kernel that makes a row in `parts` parts for `next`; none if no adapted projection takes it. `copies` bytes of
-    /// shared memory are for factors.
+    /// shared memory are for factors. Entries of tables of `later` projections are fetched to L2.
     pub(super) fn output(
         &self,
         input: AdaptedInput,
         next: Option<RowProjections>,
         parts: usize,
         copies: usize,
+        later: Option<RowProjections>,
     ) -> Result<LowOutput> {
-        let next = next.unwrap_or(RowProjections { first: 0, count: 0 });
+        let none = RowProjections { first: 0, count: 0 };
+        let (next, later) = (next.unwrap_or(none), later.unwrap_or(none));
         if next.count > PROJECTIONS {
             bail!(
                 Internal,
@@ -114,6 +118,8 @@ impl RowAdapter<'_> {
             parts: parts as i32,
             shift: self.rank.trailing_zeros() as i32,
             copies: int("bytes for factors", copies)?,
+            later: int("a projection", later.first)?,
+            laters: int("projections", later.count)?,
         })
     }
 

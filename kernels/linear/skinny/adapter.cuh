@@ -106,6 +106,7 @@ public:
         if (b_bytes + ranks * a_stride > a.next.copies) a_stride = 0;
         if (thread == 0) memory.b_stride = b_stride, memory.a_at = b_bytes, memory.a_stride = a_stride;
         if (!all) return;
+        if (blockIdx.x == 0 && thread * 128 < a.next.laters * (int)sizeof(Factors)) prefetch((const u8*)(all + a.next.later) + thread * 128);
         auto request = [&](u8* copy, const void* from, int bytes) {
             if (copy) {
                 for (int at = 0; at < bytes; at += 16) copy_async_16(shared_address(copy) + at, (const u8*)from + at, 16);
@@ -179,10 +180,16 @@ public:
         const float4* low = (const float4*)memory.low[matrix];
         int bytes = row_bytes(f);
         const uint4* from = (const uint4*)(memory.b_stride > 0 ? copies() + (OWN * i + which) * memory.b_stride : (const u8*)f.b + (size_t)row * bytes);
-        float sum = 0;
-#pragma unroll 2
-        for (int piece = 0; piece < bytes / 16; piece++, low += 4 / bytes_of(f.b_type)) sum = dot_piece(from[piece], f.b_type, low, sum);
-        return sum;
+        // Two sums hide more of the latency.
+        float sum = 0, other = 0;
+        int step = 4 / bytes_of(f.b_type);
+#pragma unroll 1
+        for (int piece = 0; piece < bytes / 16; piece += 2, low += 2 * step) {
+            uint4 v = from[piece], w = from[piece + 1];
+            sum = dot_piece(v, f.b_type, low, sum);
+            other = dot_piece(w, f.b_type, low + step, other);
+        }
+        return sum + other;
     }
     // Keeps output i of the block as the next kernels take it.
     __device__ __forceinline__ void keep(int i, u16 value) const { outputs()[i - begin()] = f16_to_float(value); }
@@ -190,17 +197,24 @@ public:
     __device__ __forceinline__ void store_part() const {
         if (!MAKES_ROW || a.next.count == 0) return;
         __syncthreads();
-        int part = blockIdx.x * gridDim.z + blockIdx.z, columns = this->columns();
+        // Several lanes share a rank: a tile has 8 outputs, and blocks of gated units have more tiles.
+        constexpr int LANES = C::IS_GLU ? WARP : 8, AT_ONCE = THREADS / LANES;
+        int part = blockIdx.x * gridDim.z + blockIdx.z, columns = this->columns(), lane = lane_id() % LANES;
 #pragma unroll 1
-        for (int i = warp(); i < a.next.count << a.next.shift; i += WARPS) {
+        for (int first = 0; first < a.next.count << a.next.shift; first += AT_ONCE) {
+            int i = min(first + thread / LANES, (a.next.count << a.next.shift) - 1);
             const Factors& f = memory.next[i >> a.next.shift];
-            if (rank(i) >= f.rank) continue;
             size_t row = (size_t)rank(i) * a.matrix[0].rows + column();
             const u8* from = memory.a_stride > 0 ? copies() + memory.a_at + i * memory.a_stride : (const u8*)f.a + row * bytes_of(f.a_type);
+            bool exists = rank(i) < f.rank;
             float sum = 0;
-            for (int at = lane_id(); at < columns; at += WARP) sum = fmaf(value_of(load_raw(from, f.a_type, at), f.a_type), outputs()[at], sum);
-            sum = warp_sum(sum);
-            if (lane_id() == 0) a.next.values[(((size_t)(i >> a.next.shift) * a.next.parts + part) << a.next.shift) + rank(i)] = sum;
+#pragma unroll 4
+            for (int at = lane; at < columns; at += LANES) {
+                if (exists) sum = fmaf(value_of(load_raw(from, f.a_type, at), f.a_type), outputs()[at], sum);
+            }
+#pragma unroll
+            for (int d = LANES / 2; d > 0; d /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, d);
+            if (lane == 0 && exists) a.next.values[(((size_t)(i >> a.next.shift) * a.next.parts + part) << a.next.shift) + rank(i)] = sum;
         }
     }
 };

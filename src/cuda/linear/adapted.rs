@@ -24,6 +24,8 @@ pub struct AdaptedGemm<'a> {
     pub first: usize,
     /// The projections that take the outputs, if there are any that may be adapted.
     pub next: Option<RowProjections>,
+    /// Projections of later kernels, whose entries of the table are fetched.
+    pub later: Option<RowProjections>,
 }
 
 impl AdaptedGemm<'_> {
@@ -51,7 +53,7 @@ impl AdaptedGemm<'_> {
         let low = self.adapter.input(takes, self.first, row.parts, factor)?;
         let next = self
             .adapter
-            .output(makes, self.next, plan.ctas(), row.copies)?;
+            .output(makes, self.next, plan.ctas(), row.copies, self.later)?;
         Ok((low, next))
     }
 }

@@ -11,7 +11,7 @@ use crate::cuda::{
     self, AdaptedGateUp, AdaptedGemm, AdaptedGroup, AdaptedOutputs, Biased, FusedNorm, GemmPlan,
     Input, Layout, Output, RowProjections,
 };
-use crate::model::adapter::AdaptedPart;
+use crate::model::adapter::{self, AdaptedPart};
 use crate::model::order::Half;
 use crate::model::spec::MixerSpec;
 
@@ -63,6 +63,12 @@ impl<'a> FusedPass<'a> {
             adapter: memory.scratch.of_row(pass.rank),
             first: self.row_projections(index, part)?.first,
             next: next.transpose()?,
+            later: (part == AdaptedPart::MixerInputs).then(|| {
+                let first = (index + 1) * adapter::PLACES;
+                let is_last = index + 1 == self.lowered.model.own_blocks().end;
+                let count = if is_last { 0 } else { adapter::PLACES };
+                RowProjections { first, count }
+            }),
         })
     }
 

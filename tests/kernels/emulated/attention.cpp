@@ -382,7 +382,7 @@ struct Sequence {
         const Factors* adapter = table;
         decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token, out.data(),
                                partial.data(), arrived.data(), options(), row(true), arguments(), heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f,
-                               window, 0, 0, 0, {&adapter, low.data(), 1, 1, heads, shift, 0}};
+                               window, 0, 0, 0, {&adapter, low.data(), 1, 1, heads, shift, 0, 0, 0}};
         launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, false, D, STAGES, SPAN, false, E, false, true>(d); });
         if (compares) compare("a token with an adapter", out, token, 1);
         for (int r = 0; r < rank; r++) {

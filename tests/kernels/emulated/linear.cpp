@@ -679,7 +679,7 @@ static void check_adapted(int k, int width, double factor, Output output, Launch
     skinny::Arguments a = arguments_of(first, x.halves, 1, k, ADD, residual, width, makes);
     a.norm = {weight.data(), (float*)sums.data(), &told, tiles, (u16*)rows.data(), nullptr, nullptr, 0};
     a.low = {parts > 0 ? (const float*)low.data() : nullptr, 1, parts, 4};
-    a.next = {&own.start, (float*)handed.data(), 2, count, made, shift, copies};
+    a.next = {&own.start, (float*)handed.data(), 2, count, made, shift, copies, 3, 2};
     launch_skinny([](skinny::Arguments a) { skinny::skinny_adapted_add(a); }, a, makes);
     rows.check(what), sums.check(what), residual.check(what), handed.check(what);
     for (int i = 0; i < width; i++) {
@@ -691,7 +691,7 @@ static void check_adapted(int k, int width, double factor, Output output, Launch
     a = arguments_of(second, rows, 1, width, output, out, stride, takes);
     a.norm = {weight.data(), (float*)sums.data(), &told, tiles, nullptr, &left, (const float*)residual.data(), 1e-6f};
     a.low = {(const float*)handed.data(), 2, made, 1};
-    a.next = {&own.start, (float*)last.data(), 2 + count, is_glu(output) ? 1 : 0, taken, shift, copies};
+    a.next = {&own.start, (float*)last.data(), 2 + count, is_glu(output) ? 1 : 0, taken, shift, copies, 0, 0};
     launch_skinny([](skinny::Arguments a) { a.out_scale == 1 / 16.0f && a.next.count > 0 ? skinny::skinny_adapted_glu(a) : skinny::skinny_adapted_f32(a); }, a, takes);
     std::vector<double> normed;
     for (int i = 0; i < width; i++) normed.push_back(((float*)residual.data())[i] * right * weight[i]);
