@@ -30,9 +30,11 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
     const WARPGROUP: &str = "HGMMA.";
     match unit {
         Unit::LinearSkinny
+        | Unit::LinearSkinnyAdapted
         | Unit::LinearSkinnyRanges
         | Unit::LinearTiled
         | Unit::AttentionDecode
+        | Unit::AttentionDecodeAdapted
         | Unit::AttentionDecodeFixed
         | Unit::AttentionDecodeWide
         | Unit::AttentionDecodeWidest

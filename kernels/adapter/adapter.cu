@@ -5,33 +5,22 @@
 // adds up in order. Shrink runs beside the product with the weights, whose input it shares: what wrote that input is complete when the
 // product has let shrink start. Expand waits for both, because every block of shrink waits for the product before it ends.
 #include "activation/gate.cuh"
+#include "adapter/factors.cuh"
 #include "common/ptx.cuh"
-#include "common/reduce.cuh"
 #include "common/values.cuh"
 #include "format/fragment_major.cuh"
 
 constexpr int TILE_ROWS = 16;
-constexpr int RANK_STEP = 16;       // ranks are multiples of this
 constexpr int SHRINK_THREADS = 256;
 constexpr int SHRINK_BLOCKS = 2;       // on a multiprocessor at least
 constexpr int SHRINK_WARPS = SHRINK_THREADS / WARP;
-constexpr int WARP_K = 2 * WARP;    // elements of K that a warp takes: a lane has one of each of two neighbouring blocks
+constexpr int WARP_K = 4 * BLOCK;   // elements of K that a warp takes at a time
 constexpr int STEP_K = SHRINK_WARPS * WARP_K;
-constexpr int ROWS_AT_ONCE = 4;     // of which a lane has loads in flight
 constexpr int SPLITS_AT_ONCE = 10;  // of which a thread has loads in flight: half of a row of 10,240
 constexpr int EXPAND_THREADS = 128;
 constexpr int EXPAND_BLOCKS = 4;     // on a multiprocessor at least
 constexpr int PROJECTIONS = 4;      // that share an input
 static_assert(SHRINK_THREADS == TILE_ROWS * RANK_STEP, "a thread adds up one number of a tile");
-
-// The factors beside a projection.
-struct Factors {
-    const void* a;      // [rank, k]
-    const void* b;      // [outputs, rank]
-    float scale;
-    int rank;           // 0: the projection is not adapted
-    int a_type, b_type; // Type
-};
 
 // Rows with the same adapter.
 struct RowTile {
@@ -79,34 +68,6 @@ __device__ __forceinline__ void load_tile(RowTile& to, const RowTile& tile) {
     __syncthreads();
 }
 
-// Elements `at` and `at + BLOCK` of RANK_STEP rows of A from row `rank` on, all of which are in flight together.
-template <Type T>
-__device__ __forceinline__ void load_columns(const void* a, int k, int rank, int at, int end, float (&first)[RANK_STEP], float (&second)[RANK_STEP]) {
-    bool has_first = at < end, has_second = at + BLOCK < end;
-    size_t from = (size_t)rank * k + at;
-    if (T == F32) {
-        const float* values = (const float*)a + from;
-#pragma unroll
-        for (int r = 0; r < RANK_STEP; r++) {
-            first[r] = has_first ? values[(size_t)r * k] : 0;
-            second[r] = has_second ? values[(size_t)r * k + BLOCK] : 0;
-        }
-        return;
-    }
-    const u16* values = (const u16*)a + from;
-    u16 bits[RANK_STEP], next[RANK_STEP];
-#pragma unroll
-    for (int r = 0; r < RANK_STEP; r++) {
-        bits[r] = has_first ? values[(size_t)r * k] : 0;
-        next[r] = has_second ? values[(size_t)r * k + BLOCK] : 0;
-    }
-#pragma unroll
-    for (int r = 0; r < RANK_STEP; r++) {
-        first[r] = T == F16 ? f16_to_float(bits[r]) : bf16_to_float(bits[r]);
-        second[r] = T == F16 ? f16_to_float(next[r]) : bf16_to_float(next[r]);
-    }
-}
-
 // RANK_STEP numbers of a row of B.
 __device__ __forceinline__ void load_factors(const void* b, int type, size_t at, float (&values)[RANK_STEP]) {
     if (type == F32) load_values<F32, RANK_STEP>((const uint4*)((const float*)b + at), values);
@@ -120,69 +81,90 @@ struct ShrinkArguments {
     Low low;
     int first;              // projection of the group among those of the model
     float factor;           // by which x was divided
-    int block_rows;         // rows of a tile that a block takes: ROWS_AT_ONCE, or all
 };
 
-// The sums of RANK_STEP values over the lanes of a warp. Lanes 2 r and 2 r + 1 get that of value r.
-__device__ __forceinline__ float sums_over_lanes(float (&v)[RANK_STEP]) {
-    static_assert(RANK_STEP == 16 && WARP == 32, "four exchanges leave one value a lane, and a fifth adds the last two");
-#pragma unroll
-    for (int turn = 1; turn <= 4; turn++) {
-        const int half = RANK_STEP >> turn, lane = WARP >> turn;
-        bool upper = lane_id() & lane;
-#pragma unroll
-        for (int i = 0; i < RANK_STEP / 2; i++) {
-            if (i >= half) break;
-            float kept = upper ? v[i + half] : v[i], sent = upper ? v[i] : v[i + half];
-            v[i] = kept + __shfl_xor_sync(ALL_LANES, sent, lane);
-        }
+// Elements k to k + 3 of a row of x in the low halves, and those of the next block in the high ones; zeros where there are none.
+template <bool FRAGMENTS>
+__device__ __forceinline__ uint4 load_x(const ShrinkArguments& a, int row, int k, bool has_first, bool has_second) {
+    if (row < 0 || !has_first) return make_uint4(0, 0, 0, 0);
+    if (FRAGMENTS) {
+        // The padding of a row is zeros.
+        constexpr int NEXT = FRAGMENT_BYTES / 4;
+        const u32* from = (const u32*)(a.x + fragment_index(ceil_div(a.low.rows, GROUP_ROWS), row, k));
+        return make_uint4(from[0], from[NEXT], from[2 * NEXT], from[3 * NEXT]);
     }
-    return v[0] + __shfl_xor_sync(ALL_LANES, v[0], 1);
+    const uint2* from = (const uint2*)(a.x + (size_t)row * a.low.k + k);
+    uint2 p = from[0], q = has_second ? from[BLOCK / 4] : make_uint2(0, 0);
+    return make_uint4(__byte_perm(p.x, q.x, 0x5410), __byte_perm(p.x, q.x, 0x7632), __byte_perm(p.y, q.y, 0x5410), __byte_perm(p.y, q.y, 0x7632));
 }
 
-template <bool FRAGMENTS>
-__device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowTile& tile, const Factors& f, int first_row, int end_row) {
-    __shared__ float sums[SHRINK_WARPS][TILE_ROWS][RANK_STEP];
-    int lane = lane_id(), warp = threadIdx.x / WARP, k = a.low.k, length = Low::split(f.rank);
-    int begin = blockIdx.x * length, end = min(begin + length, k), groups = ceil_div(a.low.rows, GROUP_ROWS);
+// Four numbers of a factor.
+template <Type T>
+__device__ __forceinline__ void unpack(uint4 v, float (&x)[4]) {
+    u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = value_of(T == F32 ? words[i] : words[i / 2] >> i % 2 * 16 & 0xffff, T);
+}
+
+// Products by tensor cores in tf32, which holds f16 and bf16: ranks are the rows of A, rows of x the columns of B. A factor in f32 is the sum of
+// two numbers in tf32, up to 2^-22 of it. Along K a lane has four neighbours of a block, and those of the next one.
+template <bool FRAGMENTS, Type T>
+__device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowTile& tile, const Factors& f,
+                                            float (&sums)[SHRINK_WARPS][TILE_ROWS][RANK_STEP]) {
+    constexpr int COLUMNS = TILE_ROWS / 8, PAIRS = WARP_K / (2 * BLOCK);
+    int lane = lane_id(), g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP, k = a.low.k, length = Low::split(f.rank);
+    int begin = blockIdx.x * length, end = min(begin + length, k), rows[COLUMNS];
+#pragma unroll
+    for (int column = 0; column < COLUMNS; column++) rows[column] = g + 8 * column < tile.rows ? tile.row[g + 8 * column] : -1;
 #pragma unroll 1
     for (int rank = 0; rank < f.rank; rank += RANK_STEP) {
+        float c[COLUMNS][4] = {};
 #pragma unroll 1
         for (int step = begin; step < end; step += STEP_K) {
-            int at = step + warp * WARP_K + lane / BLOCK * 2 * BLOCK + lane % BLOCK;
-            bool has_first = at < end, has_second = at + BLOCK < end;
-            float first[RANK_STEP], second[RANK_STEP];
-            if (f.a_type == F32) load_columns<F32>(f.a, k, rank, at, end, first, second);
-            if (f.a_type == F16) load_columns<F16>(f.a, k, rank, at, end, first, second);
-            if (f.a_type == BF16) load_columns<BF16>(f.a, k, rank, at, end, first, second);
-#pragma unroll 1
-            for (int from = first_row; from < end_row; from += ROWS_AT_ONCE) {
-                float x[ROWS_AT_ONCE], next[ROWS_AT_ONCE];
+            uint4 x[PAIRS][COLUMNS], factors[PAIRS][4];
 #pragma unroll
-                for (int i = 0; i < ROWS_AT_ONCE; i++) {
-                    int row = from + i < end_row ? tile.row[from + i] : -1;
-                    auto load = [&](int k) {
-                        size_t place = FRAGMENTS ? fragment_index(groups, row, k) : (size_t)row * a.low.k + k;
-                        return f16_to_float(a.x[place]);
-                    };
-                    x[i] = row >= 0 && has_first ? load(at) : 0;
-                    next[i] = row >= 0 && has_second ? load(at + BLOCK) : 0;
+            for (int pair = 0; pair < PAIRS; pair++) {
+                int at = step + warp * WARP_K + pair * 2 * BLOCK + 4 * t;
+                bool has_first = at < end, has_second = at + BLOCK < end;
+#pragma unroll
+                for (int column = 0; column < COLUMNS; column++) x[pair][column] = load_x<FRAGMENTS>(a, rows[column], at, has_first, has_second);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    size_t from = (size_t)(rank + g + i % 2 * 8) * k + at + i / 2 * BLOCK;
+                    factors[pair][i] = (i < 2 ? has_first : has_second) ? load_four(f.a, T, from) : make_uint4(0, 0, 0, 0);
                 }
+            }
 #pragma unroll
-                for (int i = 0; i < ROWS_AT_ONCE; i++) {
-                    if (from + i >= end_row) break;
-                    float products[RANK_STEP];
+            for (int pair = 0; pair < PAIRS; pair++) {
+                float values[4][4];
 #pragma unroll
-                    for (int r = 0; r < RANK_STEP; r++) products[r] = fmaf(next[i], second[r], x[i] * first[r]);
-                    float sum = sums_over_lanes(products);
-                    float& to = sums[warp][from + i][lane / 2];
-                    if (lane % 2 == 0) to = step == begin ? sum : to + sum;
+                for (int i = 0; i < 4; i++) unpack<T>(factors[pair][i], values[i]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    u32 high[4], low[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        high[j] = T == F32 ? to_tf32(values[j][i]) : __float_as_uint(values[j][i]);
+                        low[j] = to_tf32(values[j][i] - __uint_as_float(high[j]));
+                    }
+#pragma unroll
+                    for (int column = 0; column < COLUMNS; column++) {
+                        uint4 v = x[pair][column];
+                        u32 words[4] = {v.x, v.y, v.z, v.w}, first = __float_as_uint(f16_low(words[i])), second = __float_as_uint(f16_high(words[i]));
+                        mma_tf32(c[column], high, first, second);
+                        if (T == F32) mma_tf32(c[column], low, first, second);
+                    }
                 }
             }
         }
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) sums[warp][8 * column + 2 * t + e % 2][g + e / 2 * 8] = c[column][e];
+        }
         __syncthreads();
         int row = threadIdx.x / RANK_STEP, r = threadIdx.x % RANK_STEP;
-        if (row >= first_row && row < end_row) {
+        if (row < tile.rows) {
             float sum = 0;
 #pragma unroll
             for (int i = 0; i < SHRINK_WARPS; i++) sum += sums[i][row][r];
@@ -192,17 +174,18 @@ __device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowT
     }
 }
 
-// Grid: (ceil(k / STEP_K), projections, tiles * TILE_ROWS / block_rows). Launched after a product that has the same input, and followed by expand or by a gated unit.
+// Grid: (ceil(k / STEP_K), projections, tiles). Launched after a product that has the same input, and followed by expand or by a gated unit.
 template <bool FRAGMENTS>
 __device__ __forceinline__ void shrink(const ShrinkArguments& a) {
     __shared__ RowTile tile;
+    __shared__ float sums[SHRINK_WARPS][TILE_ROWS][RANK_STEP];
     let_later_kernels_start();
-    int blocks = TILE_ROWS / a.block_rows, first_row = blockIdx.z % blocks * a.block_rows;
-    load_tile(tile, a.tiles[blockIdx.z / blocks]);
-    int end_row = min(first_row + a.block_rows, tile.rows);
+    load_tile(tile, a.tiles[blockIdx.z]);
     Factors f = factors_of(tile, a.first + blockIdx.y);
-    if (first_row < end_row && f.rank > 0 && (int)blockIdx.x * Low::split(f.rank) < a.low.k) {
-        shrink_tile<FRAGMENTS>(a, tile, f, first_row, end_row);
+    if (tile.rows > 0 && f.rank > 0 && (int)blockIdx.x * Low::split(f.rank) < a.low.k) {
+        if (f.a_type == F32) shrink_tile<FRAGMENTS, F32>(a, tile, f, sums);
+        if (f.a_type == F16) shrink_tile<FRAGMENTS, F16>(a, tile, f, sums);
+        if (f.a_type == BF16) shrink_tile<FRAGMENTS, BF16>(a, tile, f, sums);
     }
     wait_for_earlier_kernels();
 }

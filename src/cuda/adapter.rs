@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::kernel::kernels;
 use super::linear::{CHUNK_K, Glu, Layout, Matrix};
+use super::row_adapter::{ROW_RANK, RowAdapter};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -41,9 +42,6 @@ kernels! {
 
 /// Rows of a tile.
 const TILE_ROWS: usize = 16;
-/// Rows of a tile that a CTA of shrink takes in passes of up to so many tiles.
-const FEW_ROWS: usize = 4;
-const FEW_TILES: usize = 8;
 /// Ranks of factors are multiples of this.
 const RANK_STEP: usize = 16;
 /// Elements of K that a CTA of shrink takes at a time, and its threads.
@@ -180,6 +178,8 @@ pub struct AdapterScratch {
     rank: usize,
     tiles: DeviceBuffer,
     low: DeviceBuffer,
+    /// Products of a single row with A factors, for ranks up to [`ROW_RANK`].
+    parts: DeviceBuffer,
 }
 
 /// Elements of the products of the A factors of one projection, for a row of `k` elements and ranks up to `rank`.
@@ -198,12 +198,22 @@ impl AdapterScratch {
             rank,
             tiles: scratch(rows * TILE_WORDS * 4)?,
             low: scratch(PROJECTIONS * rows * low_stride(width, rank) * 4)?,
+            parts: scratch(RowAdapter::bytes(rank.next_power_of_two().min(ROW_RANK)))?,
         })
     }
 
     /// Whether it has room for such passes.
     pub fn holds(&self, rows: usize, rank: usize) -> bool {
         rows <= self.rows && rank <= self.rank
+    }
+
+    /// The adapter of a pass of one row, with a rank up to `rank`, a power of two up to [`ROW_RANK`].
+    pub fn of_row(&self, rank: usize) -> RowAdapter<'_> {
+        RowAdapter {
+            tiles: &self.tiles,
+            parts: &self.parts,
+            rank,
+        }
     }
 
     /// Enqueues a write of the tiles of a pass, and unused ones up to `count`.
@@ -274,7 +284,6 @@ struct ShrinkArguments {
     low: LowArgument,
     first: i32,
     factor: f32,
-    block_rows: i32,
 }
 
 /// Multiplies rows by the A factors of `projections` projections: f16 `x` `[rows, k]` in `layout`, which were divided by `factor`. It must
@@ -289,26 +298,19 @@ pub fn shrink(
 ) -> Result<()> {
     group.check(projections)?;
     x.holds("rows", &[layout.elements(group.rows, group.k), 2])?;
-    // Few tiles keep the device busy by blocks of fewer rows, which read the factors again.
-    let block_rows = match group.tiles <= FEW_TILES {
-        true => FEW_ROWS,
-        false => TILE_ROWS,
-    };
     let arguments = ShrinkArguments {
         x: x.address(),
         tiles: group.scratch.tiles.address(),
         low: group.low()?,
         first: int("a projection", group.first)?,
         factor,
-        block_rows: block_rows as i32,
     };
     let kernel = match layout {
         Layout::RowMajor => Shrink::RowMajor,
         Layout::FragmentMajor => Shrink::FragmentMajor,
     };
     let splits = group.k.div_ceil(STEP_K) as u32;
-    let blocks = group.tiles * (TILE_ROWS / block_rows);
-    let grid = [splits, projections as u32, blocks as u32];
+    let grid = [splits, projections as u32, group.tiles as u32];
     // SAFETY: sizes were checked; tables of adapters in the pass outlive it in stream order.
     unsafe {
         Launch::new(grid, SHRINK_THREADS)

@@ -1,5 +1,6 @@
 // Configuration of the skinny GEMM: the constants that distinguish its kernels, and the arguments of a launch.
 #pragma once
+#include "adapter/factors.cuh"
 #include "common/ring.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
@@ -28,14 +29,14 @@ constexpr int MAX_SPLIT_K = 2;
 constexpr int NORMALIZED_WIDTH = 4096;          // a piece of a row for each lane of each warp
 
 // The constants of a kernel for up to MAX_ROWS rows of activations, which runs BLOCKS blocks per multiprocessor. IN_RANGES: it adds up along
-// K in the order of linear/wide.cu, whatever the rows.
-template <Tile TILE_, Input INPUT_, Output OUTPUT_, int MAX_ROWS_, int BLOCKS_, bool IN_RANGES_ = false>
+// K in the order of linear/wide.cu, whatever the rows. ADAPTED: the row may have an adapter (skinny/adapter.cuh).
+template <Tile TILE_, Input INPUT_, Output OUTPUT_, int MAX_ROWS_, int BLOCKS_, bool IN_RANGES_ = false, bool ADAPTED_ = false>
 struct Config {
     static constexpr Tile TILE = TILE_;
     static constexpr Input INPUT = INPUT_;
     static constexpr Output OUTPUT = OUTPUT_;
     static constexpr int MAX_ROWS = MAX_ROWS_, BLOCKS = BLOCKS_;
-    static constexpr bool IN_RANGES = IN_RANGES_;
+    static constexpr bool IN_RANGES = IN_RANGES_, ADAPTED = ADAPTED_;
     static constexpr bool IS_GLU = OUTPUT == GLU_ROW_MAJOR || OUTPUT == GLU_FRAGMENT_MAJOR;
     static constexpr bool TAKES_FRAGMENTS = INPUT == FRAGMENT_MAJOR;
     static_assert(!TAKES_FRAGMENTS || TILE != DEEP, "fragment-major activations fill all columns of B");
@@ -100,4 +101,6 @@ struct Arguments {
     ResidualRow residual;       // RESIDUAL
     int ranges;                 // IN_RANGES: into which the chunks of K are divided
     NormalizedRows normalized;  // NORMALIZED
+    LowInput low;               // ADAPTED: A x
+    LowOutput next;             // ADAPTED: of the projections that take the result
 };

@@ -2,7 +2,7 @@
 // other block of a cluster that splits K, and applies the fused epilogue.
 #pragma once
 #include "activation/gate.cuh"
-#include "linear/skinny/input_norm.cuh"
+#include "linear/skinny/adapter.cuh"
 
 template <class C>
 class Epilogue {
@@ -21,6 +21,7 @@ class Epilogue {
     const Schedule<C>& schedule;
     const SharedMemory<C>& memory;
     const InputNorm<C>& norm;
+    RowAdapter<C>& adapter;
     int thread;
     Place first_place{};
     Residual first_residual;
@@ -82,6 +83,7 @@ class Epilogue {
         int m = i / C::FEATURES % C::MAX_ROWS;
         float factor = norm.factor(m) * PACKED_FACTOR;
         sum.x = scaled_sum(sum.x, w.global * factor, w.bias, p.row);
+        if (C::ADAPTED) sum.x += adapter.added(i, p.matrix, p.row, 0);
         if (C::OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum.x;
         if (C::OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum.x);
         if (C::OUTPUT == ADD_F32) {
@@ -92,12 +94,17 @@ class Epilogue {
         if (C::IS_GLU) {
             const Matrix& up = a.matrix[1];
             sum.y = scaled_sum(sum.y, up.global * factor, up.bias, p.row);
-            ((u16*)a.out)[p.at] = to_f16(activate(a.activation, sum.x) * sum.y * a.out_scale);
+            if (C::ADAPTED) sum.y += adapter.added(i, 1, p.row, 1);
+            u16 y = to_f16(activate(a.activation, sum.x) * sum.y * a.out_scale);
+            ((u16*)a.out)[p.at] = y;
+            adapter.keep(i, y);
         }
     }
     __device__ __forceinline__ void store_for_norm(const Place& p, int i, float y, const Residual& residual) const {
         float scaled = y * residual.factor * residual.weight;
-        a.norm.rows[p.next] = to_f16(scaled);
+        u16 stored = to_f16(scaled);
+        a.norm.rows[p.next] = stored;
+        adapter.keep(i, stored);
         float square = fabsf(scaled) <= F16_MAX ? y * y : INFINITY;
         // Consecutive threads take the existing features of a tile and row.
 #pragma unroll
@@ -163,8 +170,8 @@ class Epilogue {
 public:
     // Before the wait for the kernel's predecessor.
     __device__ __forceinline__ Epilogue(const Arguments& a, const Schedule<C>& schedule, const SharedMemory<C>& memory, const InputNorm<C>& norm,
-                                        int thread)
-        : a(a), schedule(schedule), memory(memory), norm(norm), thread(thread) {
+                                        RowAdapter<C>& adapter, int thread)
+        : a(a), schedule(schedule), memory(memory), norm(norm), adapter(adapter), thread(thread) {
 #if __CUDA_ARCH__ >= 900
         if (schedule.splits_k()) {
             if (thread == 0) {
@@ -181,6 +188,7 @@ public:
     // Finds the thread's first output, without reading anything that the predecessor writes, and loads the value that it is added to.
     __device__ __forceinline__ void find_first() {
         if (thread < schedule.outputs()) first_place = place(thread);
+        adapter.fetch(first_place.count > 0, first_place.matrix, first_place.row);
     }
     __device__ __forceinline__ void load_first() { first_residual = load_residual(first_place, thread); }
     // Waits until the cluster's other block has initialized its barrier.
@@ -194,6 +202,12 @@ public:
     }
     // Call after the barrier that follows the stores of accumulators.
     __device__ __forceinline__ void run() {
+        store_outputs();
+        adapter.store_part();
+    }
+
+private:
+    __device__ __forceinline__ void store_outputs() {
         store_padding();
 #if __CUDA_ARCH__ >= 900
         if (schedule.splits_k()) return store_share();

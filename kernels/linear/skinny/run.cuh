@@ -43,19 +43,24 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     SharedMemory<C> memory(a, schedule, shared);
     InputNorm<C> norm(a, memory, schedule.is_first_block());
-    Epilogue<C> epilogue(a, schedule, memory, norm, thread);
+    RowAdapter<C> adapter(a, schedule, memory, thread);
+    Epilogue<C> epilogue(a, schedule, memory, norm, adapter, thread);
     ActivationLoad<C> activations(a, memory, thread);
     typename AccumulatorsOf<C>::Type accumulators(a, memory);
     epilogue.find_first();
     wait_for_earlier_kernels();
     if (!C::IS_LONG) let_later_kernels_start();
     epilogue.load_first();
+    adapter.request();
     norm.load(activations, warp);
+    adapter.add_up();
     weights.load_stages(C::EARLY_STAGES, C::STAGES, true);
     epilogue.wait_for_cluster();
     __syncthreads();
-    norm.mend(activations);
+    bool normalized = norm.mend(activations);
+    adapter.finish(norm, normalized);
     multiply(a, schedule, memory, weights, activations, accumulators, warp);
+    adapter.wait();
     __syncthreads();
     if (C::IS_LONG && C::IN_RANGES) let_later_kernels_start();
     epilogue.run();

@@ -47,7 +47,7 @@ impl GemmPlan {
         };
         let (add, next) = (Output::Add, Some(norm));
         skinny_gemm(
-            gpu, input, self.m, &matrices, add, norm.x, width, plan, next,
+            gpu, input, self.m, &matrices, add, norm.x, width, plan, next, None,
         )
     }
 }

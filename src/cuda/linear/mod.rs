@@ -2,6 +2,7 @@
 //! [`SKINNY_ROWS`] rows (on Hopper up to 8 if row-major), the tiled kernels up to [`TILED`], and cuBLASLt more, on a bounded f16 copy of one
 //! weight at a time; without cuBLASLt the tiled kernels serve all. Other weights have plain kernels.
 
+mod adapted;
 mod add;
 mod choose;
 mod dense;
@@ -22,6 +23,7 @@ mod tile;
 mod tiled;
 mod tiles;
 
+pub use adapted::AdaptedGemm;
 pub use add::linear_add_norm;
 pub use choose::GemmPlan;
 pub use fused_norm::{FusedNorm, NormScratch};

@@ -87,9 +87,9 @@ impl GemmPlan {
         };
         out.holds("a product", &[elements, output.bytes()])?;
         match &self.kernels {
-            GemmKernels::Skinny(plan) => {
-                skinny_gemm(gpu, input, m, matrices, output, out, stride, plan, None)
-            }
+            GemmKernels::Skinny(plan) => skinny_gemm(
+                gpu, input, m, matrices, output, out, stride, plan, None, None,
+            ),
             GemmKernels::Tiled(tiling) => {
                 let room = scratch.room();
                 tiling.enqueue(gpu, input, m, matrices, output, out, stride, room)

@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use super::adapted::AdaptedGemm;
 use super::fused_norm::{FusedNorm, NormArgument};
 use super::hardware::Hardware;
 use super::input::{Input, InputForm};
@@ -19,6 +20,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use crate::cuda::kernel::kernels;
+use crate::cuda::row_adapter::{LowInput, LowOutput, ROW_PARTS};
 
 kernels! {
     /// The skinny GEMM, by its epilogue, its input and the most rows that it takes.
@@ -49,6 +51,11 @@ kernels! {
             AddFragments16 = "skinny_add_fragments_16",
             GluFragments8 = "skinny_glu_fragments_8",
             GluFragments16 = "skinny_glu_fragments_16",
+        }
+        LinearSkinnyAdapted {
+            AdaptedF32 = "skinny_adapted_f32",
+            AdaptedAdd = "skinny_adapted_add",
+            AdaptedGlu = "skinny_adapted_glu",
         }
         LinearSkinnyRanges {
             RangesF32Rows1 = "skinny_ranges_f32_1",
@@ -163,6 +170,8 @@ pub(super) struct SkinnyArguments {
     residual: ResidualArgument,
     ranges: i32,
     normalized: NormalizedArgument,
+    low: LowInput,
+    next: LowOutput,
 }
 
 /// The K range of a CTA: its first step, the number of steps, and 2^32 divided by that number, rounded up.
@@ -185,6 +194,10 @@ const FRAGMENT_MAJOR_ROWS: RangeInclusive<usize> = HALF_SM_ROWS + 1..=SKINNY_ROW
 const ACCUMULATOR_BYTES: usize = 48 << 10;
 /// Bytes of shared memory after the activations: barriers, and the factors of a norm.
 const BARRIER_BYTES: usize = 128 + WARPS * 4;
+/// Bytes of shared memory of a CTA that applies an adapter, beside its outputs and copies of factors.
+const ADAPTER_BYTES: usize = 3024;
+/// Most bytes of those copies.
+const ADAPTER_COPIES: usize = 16 << 10;
 /// Bytes of the rings of a CTA's warps in deterministic plans: three stages of two chunks.
 const RANGE_RINGS: usize = WARPS * 3 * 2 * CHUNK_BYTES;
 
@@ -203,13 +216,61 @@ pub struct SkinnyPlan {
     pub shared: usize,
     /// The ranges of K of a deterministic plan, each of them a warp's, which follow each other in a sum.
     ranges: Option<usize>,
+    /// For kernels that apply the adapter of a single row.
+    pub(super) adapted: Option<AdaptedRow>,
     /// The launch for that many rows.
     launch: Planned<SkinnyKernel>,
     /// The launch for the rows that remain, if any.
     last: Option<Planned<SkinnyKernel>>,
 }
 
+/// How a kernel applies the adapter of its row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AdaptedRow {
+    /// Number of parts of the row's products with A factors; `None` if the kernel computes them itself.
+    pub(super) parts: Option<usize>,
+    /// Bytes of shared memory for copies of factors.
+    pub(super) copies: usize,
+}
+
 impl SkinnyPlan {
+    /// CTAs of a launch.
+    pub(super) fn ctas(&self) -> usize {
+        self.clusters * self.split_k
+    }
+
+    /// This plan with a kernel that applies the adapter of its row, whose products with A factors it gets in `parts`. `None` if there is none.
+    pub(super) fn adapted(
+        &self,
+        hardware: &Hardware,
+        features: &[usize],
+        parts: Option<usize>,
+    ) -> Option<SkinnyPlan> {
+        let kernel = match self.launch.kernel {
+            SkinnyKernel::F32Rows1 => SkinnyKernel::AdaptedF32,
+            SkinnyKernel::AddRows1 => SkinnyKernel::AdaptedAdd,
+            SkinnyKernel::GluRows1 => SkinnyKernel::AdaptedGlu,
+            _ => return None,
+        };
+        let tiles = self.tile.counts(features).into_iter().max()?;
+        let outputs = tiles.div_ceil(self.clusters) * self.tile.features();
+        let shared = self.shared + ADAPTER_BYTES + outputs * 4;
+        let room = hardware.shared_limit.checked_sub(shared)?;
+        let copies = ADAPTER_COPIES.min(room / 16 * 16);
+        let shared = shared + copies;
+        let launch = Launch {
+            shared: shared.max(least_shared(hardware, 1)) as u32,
+            ..self.launch.launch
+        };
+        let fits = self.ctas() <= ROW_PARTS && parts.is_none_or(|parts| parts <= ROW_PARTS);
+        fits.then(|| SkinnyPlan {
+            shared,
+            adapted: Some(AdaptedRow { parts, copies }),
+            launch: launch.of(kernel),
+            ..*self
+        })
+    }
+
     /// Plans `m` rows and these matrices. `None` if a single row does not fit, or, for fragment-major rows, if not all rows fit; or if the
     /// GEMM lacks the epilogue.
     ///
@@ -282,6 +343,7 @@ impl SkinnyPlan {
                     rows,
                     shared,
                     ranges: None,
+                    adapted: None,
                     launch: launch(rows)?,
                     last: match m % rows {
                         0 => None,
@@ -354,6 +416,7 @@ impl SkinnyPlan {
             rows: m,
             shared,
             ranges: Some(ranges),
+            adapted: None,
             launch: launch.of(kernel),
             last: None,
         })
@@ -394,7 +457,8 @@ impl fmt::Display for SkinnyPlan {
     }
 }
 
-/// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM.
+/// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapter` is that of a
+/// single row, if the plan's kernel applies it.
 pub(super) fn skinny_gemm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
@@ -405,7 +469,14 @@ pub(super) fn skinny_gemm(
     stride: usize,
     plan: &SkinnyPlan,
     next: Option<&FusedNorm<'_>>,
+    adapter: Option<&AdaptedGemm<'_>>,
 ) -> Result<()> {
+    if plan.adapted.is_some() != adapter.is_some() {
+        bail!(
+            Internal,
+            "a product with an adapter, or without, planned as {plan}"
+        );
+    }
     let k = matrices[0].0.cols;
     // The kernels count outputs and activations in 32 bits.
     int("outputs of a product", plan.rows * stride)?;
@@ -449,6 +520,10 @@ pub(super) fn skinny_gemm(
         }
     };
     let glu = output.applied().unwrap_or_default();
+    let (low, after) = match adapter {
+        Some(adapter) => adapter.arguments(plan, input, output)?,
+        None => Default::default(),
+    };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
         let arguments = SkinnyArguments {
@@ -469,6 +544,8 @@ pub(super) fn skinny_gemm(
             residual,
             ranges: plan.ranges.unwrap_or(1) as i32,
             normalized: normalized()?,
+            low,
+            next: after,
         };
         let planned = match &plan.last {
             Some(last) if rows < plan.rows => last,

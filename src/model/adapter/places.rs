@@ -29,7 +29,7 @@ pub(in crate::model) enum AdaptedPart {
 }
 
 /// Places of a block in a table.
-const PLACES: usize = 9;
+pub(in crate::model) const PLACES: usize = 9;
 /// Places of its projections: the inputs of a mixer, the gate of attention, the output of the mixer, and gate, up and down.
 const MIXER: usize = 0;
 const DELTA_GATES: usize = 2;

@@ -7,8 +7,12 @@ use super::recurrent_scratch::{delta_inputs, mamba_inputs};
 use super::row_adapters::{AdaptedPass, AdapterMemory};
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::cuda::{self, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, GemmPlan, Layout, Output};
-use crate::model::adapter::AdaptedPart;
+use crate::cuda::{
+    self, AdaptedGateUp, AdaptedGemm, AdaptedGroup, AdaptedOutputs, Biased, FusedNorm, GemmPlan,
+    Input, Layout, Output, RowProjections,
+};
+use crate::model::adapter::{self, AdaptedPart};
+use crate::model::order::Half;
 use crate::model::spec::MixerSpec;
 
 impl<'a> FusedPass<'a> {
@@ -35,6 +39,81 @@ impl<'a> FusedPass<'a> {
             k: matrix(first)?.cols(),
         };
         Ok((group, projections.iter().map(|p| p.linear.rows()).collect()))
+    }
+
+    /// The projections of a part by their numbers in the tables of adapters.
+    fn row_projections(&self, index: usize, part: AdaptedPart) -> Result<RowProjections> {
+        let (block, _) = self.source.block(index)?;
+        Ok(RowProjections {
+            first: part.first_place(index, block),
+            count: part.projections(block).len(),
+        })
+    }
+
+    /// The adapter of the GEMM of a part, in a pass of one row whose kernels apply it, and of the part that takes its outputs.
+    pub(super) fn gemm_adapter(
+        &self,
+        index: usize,
+        part: AdaptedPart,
+        next: Option<(usize, AdaptedPart)>,
+    ) -> Result<AdaptedGemm<'a>> {
+        let (pass, memory) = self.adapter_memory()?;
+        let next = next.map(|(index, part)| self.row_projections(index, part));
+        Ok(AdaptedGemm {
+            adapter: memory.scratch.of_row(pass.rank),
+            first: self.row_projections(index, part)?.first,
+            next: next.transpose()?,
+            later: (part == AdaptedPart::MixerInputs).then(|| {
+                let first = (index + 1) * adapter::PLACES;
+                let is_last = index + 1 == self.lowered.model.own_blocks().end;
+                let count = if is_last { 0 } else { adapter::PLACES };
+                RowProjections { first, count }
+            }),
+        })
+    }
+
+    /// The projection that ends a half, before `norm`, with the row's adapter.
+    pub(super) fn project_adapted(
+        &self,
+        index: usize,
+        half: Half,
+        input: Input<'_>,
+        matrix: Biased<'_>,
+        (norm, fused): (Norm, &FusedNorm<'_>),
+        gemm: &GemmPlan,
+    ) -> Result<()> {
+        let next = match norm {
+            Norm::Mixer(next) => Some((next, AdaptedPart::MixerInputs)),
+            Norm::Mlp(next) => Some((next, AdaptedPart::MlpInputs)),
+            Norm::Head => None,
+            Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) => {
+                bail!(Internal, "a row with an adapter before the {norm} norm")
+            }
+        };
+        let adapter = self.gemm_adapter(index, plan::output_of(half), next)?;
+        let to = (&self.memory.residual, self.lowered.sizes.hidden);
+        let (gpu, add) = (&self.lowered.gpu, Output::Add);
+        gemm.enqueue_adapted(gpu, input, &[matrix], add, to, Some(fused), &adapter)
+    }
+
+    /// Attention of one token of one sequence, whose output is multiplied by an A factor too.
+    pub(super) fn decode_adapted(&self, index: usize) -> Result<()> {
+        let (lowered, memory) = (self.lowered, self.memory);
+        let (pass, adapters) = self.adapter_memory()?;
+        let (_, spec) = self.source.block(index)?;
+        let spec = spec.required_attention()?;
+        cuda::decode_adapted(
+            &lowered.gpu,
+            &lowered.heads(self.source, index, self.long)?,
+            &self.cached_pages(index, 0)?,
+            &memory.projected,
+            &memory.positions,
+            self.attention.splits[lowered.sizes.attention_index(spec)],
+            &memory.splits,
+            &memory.input,
+            &adapters.scratch.of_row(pass.rank),
+            self.row_projections(index, AdaptedPart::MixerOutput)?,
+        )
     }
 
     pub(super) fn shrink(&self, index: usize, part: AdaptedPart, layout: Layout) -> Result<()> {

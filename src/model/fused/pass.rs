@@ -7,15 +7,15 @@ use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
 use super::plan::{self, Applied, Kernel, Norm, Normed, Part, PlannedKernel, Then};
 use super::row_adapters::AdaptedPass;
+use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
-use crate::base::{Error, Result};
 use crate::cuda::{
     self, BesideExperts, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit,
     FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NormalizedRows, NormedAddend, Output,
     ResidualRow, RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
 };
-use crate::model::adapter::Adapts;
+use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
 use crate::model::spec::{BlockSpec, DenseMlpSpec};
 use crate::model::weights::{Block, DenseAndExperts, DenseMlp, Mlp};
@@ -113,10 +113,19 @@ impl<'a> FusedPass<'a> {
                 let matrices = attention.inputs().map(biased);
                 let matrices = matrices.collect::<Result<Vec<_>>>()?;
                 let spec = self.spec(index)?.required_attention()?;
-                let width = spec.projected_width();
-                let out = &memory.projected;
-                self.linear(gemm, self.input(input)?, &matrices, Output::F32, out, width)
+                let (input, width) = (self.input(input)?, spec.projected_width());
+                let (output, out) = (Output::F32, &memory.projected);
+                match gemm.adapted_parts() {
+                    Some(_) => {
+                        // The kernel of attention follows, which multiplies what it makes of the outputs.
+                        let adapter = self.gemm_adapter(index, AdaptedPart::MixerInputs, None)?;
+                        let (gpu, to) = (&lowered.gpu, (out, width));
+                        gemm.enqueue_adapted(gpu, input, &matrices, output, to, None, &adapter)
+                    }
+                    None => self.linear(gemm, input, &matrices, output, out, width),
+                }
             }
+            Kernel::DecodeAdapted => self.decode_adapted(index),
             Kernel::Decode { .. }
             | Kernel::StoreRows { .. }
             | Kernel::DecodeStored { .. }
@@ -159,8 +168,16 @@ impl<'a> FusedPass<'a> {
                 match fused {
                     true => {
                         let glu = plan::glu(spec.activation, lowered.glu_divisors[index])?;
-                        let output = input.layout().glu(glu);
-                        self.linear(gemm, input, &matrices, output, &memory.inner, wide)
+                        let (output, out) = (input.layout().glu(glu), &memory.inner);
+                        if gemm.adapted_parts().is_some() {
+                            let next = Some((index, AdaptedPart::MlpOutput));
+                            let adapter = self.gemm_adapter(index, AdaptedPart::MlpInputs, next)?;
+                            let (gpu, to) = (&lowered.gpu, (out, wide));
+                            return gemm.enqueue_adapted(
+                                gpu, input, &matrices, output, to, None, &adapter,
+                            );
+                        }
+                        self.linear(gemm, input, &matrices, output, out, wide)
                     }
                     false => {
                         let out = &memory.projected;
@@ -373,21 +390,24 @@ impl<'a> FusedPass<'a> {
         gemm.enqueue(gpu, input, matrices, output, out, stride, scratch)
     }
 
+    /// The blocks of keys and values that a block's attention reads, of sequences from `sequence` on.
+    pub(super) fn cached_pages(&self, index: usize, sequence: usize) -> Result<CachedPages<'a>> {
+        let (memory, cache) = (self.memory, self.source.kv);
+        let cached_in = self.spec(index)?.required_attention()?.cached_in(index);
+        let table = &memory.tables[cache.group_of(cached_in)?];
+        let unfit = (self.through == Through::Model).then_some(&memory.unfit);
+        let pages = cache.on_gpu(cached_in, table, memory.pages, sequence, unfit)?;
+        // Faults are those of this layer.
+        Ok(CachedPages {
+            layer: index,
+            ..pages
+        })
+    }
+
     fn attend(&self, index: usize, kernel: &Kernel) -> Result<()> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
         let heads = self.lowered.heads(self.source, index, self.long)?;
-        let cache = self.source.kv;
-        let cached_in = self.spec(index)?.required_attention()?.cached_in(index);
-        let table = &memory.tables[cache.group_of(cached_in)?];
-        let pages = |sequence| {
-            let unfit = (self.through == Through::Model).then_some(&memory.unfit);
-            let pages = cache.on_gpu(cached_in, table, memory.pages, sequence, unfit)?;
-            // Faults are those of this layer.
-            Ok::<_, Error>(CachedPages {
-                layer: index,
-                ..pages
-            })
-        };
+        let pages = |sequence| self.cached_pages(index, sequence);
         let Attention {
             singles, chunks, ..
         } = self.attention;
@@ -488,8 +508,11 @@ impl<'a> FusedPass<'a> {
         let (output, out) = match then {
             Then::Add => (Output::Add, &memory.residual),
             Then::AddAndNorm(norm) => {
-                let norm = self.fused_norm(norm)?;
-                return gemm.enqueue_before_norm(&self.lowered.gpu, input, matrix, &norm);
+                let fused = self.fused_norm(norm)?;
+                if gemm.adapted_parts().is_some() {
+                    return self.project_adapted(index, half, input, matrix, (norm, &fused), gemm);
+                }
+                return gemm.enqueue_before_norm(&self.lowered.gpu, input, matrix, &fused);
             }
             Then::Store => (Output::F32, &memory.projected),
             Then::StoreRow => (Output::F32, &memory.half),

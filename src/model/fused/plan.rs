@@ -1,6 +1,7 @@
 //! Chooses the fused kernels that take rows through a model on a GPU, and how their GEMMs run: a pure function of the blocks, the rows, the
 //! device and the weights' types. Prints as a table, which a golden test compares.
 
+pub(super) mod adapted;
 mod display;
 pub(super) mod drafter;
 
@@ -98,6 +99,8 @@ pub(super) enum Kernel {
     Qkv { input: Normed, gemm: GemmPlan },
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
+    /// As [`Kernel::Decode`] to rows, for one token of one sequence, and multiplies the output by the A factor of the projection that takes it.
+    DecodeAdapted,
     /// Normalizes and rotates keys, and stores keys and values, for a row of each of several sequences, or for several rows of each whose
     /// blocks are listed for each row. With `before`, at the position before each row's.
     StoreRows { before: bool },
@@ -821,7 +824,7 @@ impl Planner<'_> {
 }
 
 /// The part that ends a half.
-fn output_of(half: Half) -> AdaptedPart {
+pub(super) fn output_of(half: Half) -> AdaptedPart {
     match half {
         Half::Mixer => AdaptedPart::MixerOutput,
         Half::Mlp => AdaptedPart::MlpOutput,

@@ -95,9 +95,8 @@ static void check(const std::vector<int>& of_row, const std::vector<int>& output
     for (int n : outputs) width += n;
     std::vector<float> low((size_t)projections * rows * stride, NAN);
     adapter::Low of_low = {low.data(), rows, stride, k};
-    int block_rows = fragments ? adapter::ROWS_AT_ONCE : adapter::TILE_ROWS;
-    adapter::ShrinkArguments s = {x, tiles.data(), of_low, FIRST, FACTOR, block_rows};
-    launch(ceil_div(k, adapter::STEP_K), projections, tiles.size() * adapter::TILE_ROWS / block_rows, adapter::SHRINK_THREADS,
+    adapter::ShrinkArguments s = {x, tiles.data(), of_low, FIRST, FACTOR};
+    launch(ceil_div(k, adapter::STEP_K), projections, tiles.size(), adapter::SHRINK_THREADS,
            [&] { fragments ? adapter::adapter_shrink_fragments(s) : adapter::adapter_shrink(s); });
 
     auto added = [&](int r, int p, int n) {
@@ -230,9 +229,8 @@ static void check_bits(int k, int rank) {
         }
         std::vector<adapter::RowTile> tiles = tiles_of(std::vector<int>(rows, 0), adapters);
         std::vector<float> low((size_t)rows * stride, 0);
-        int block_rows = rows > 1 ? adapter::TILE_ROWS : adapter::ROWS_AT_ONCE;
-        adapter::ShrinkArguments s = {some.data(), tiles.data(), {low.data(), rows, stride, k}, 0, 1, block_rows};
-        launch(ceil_div(k, adapter::STEP_K), 1, tiles.size() * adapter::TILE_ROWS / block_rows, adapter::SHRINK_THREADS,
+        adapter::ShrinkArguments s = {some.data(), tiles.data(), {low.data(), rows, stride, k}, 0, 1};
+        launch(ceil_div(k, adapter::STEP_K), 1, tiles.size(), adapter::SHRINK_THREADS,
                [&] { fragments ? adapter::adapter_shrink_fragments(s) : adapter::adapter_shrink(s); });
         return low;
     };

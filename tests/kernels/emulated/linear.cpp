@@ -14,10 +14,14 @@
 #include "format/packed.cuh"
 #include "norm/fused_norm.cuh"
 
+namespace adapter {
+#include "adapter/factors.cuh"
+}
 namespace pack {
 #include "linear/pack.cu"
 }
 namespace rows {
+using namespace adapter;
 #include "linear/rows.cu"
 }
 namespace tile {
@@ -25,11 +29,13 @@ namespace tile {
 }
 // The shared memory that kernels declare is the one array of cuda.hpp.
 namespace skinny {
+using namespace adapter;
 using namespace tile;
 extern char shared[] asm("shared");
 #include "linear/skinny.cu"
 #undef KERNELS
 #undef FRAGMENT_KERNELS
+#include "linear/skinny_adapted.cu"
 #if HAS_WGMMA
 #include "linear/skinny_ranges.cu"
 #undef KERNELS
@@ -429,10 +435,13 @@ struct Set {
     // The result of the epilogue, with biases.
     double result(int feature, const double* x, Output output) const {
         double gate = product(feature, x, true);
-        if (!is_glu(output)) return gate;
+        return is_glu(output) ? unit(gate, product(weights[0]->rows + feature, x, true)) : gate;
+    }
+    // The gated unit.
+    double unit(double gate, double up) const {
         double u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate);
         double act = activation == SILU ? gate / (1 + std::exp(-gate)) : 0.5 * gate * (1 + std::tanh(u));
-        return act * product(weights[0]->rows + feature, x, true) / 16;
+        return act * up / 16;
     }
 };
 
@@ -590,6 +599,117 @@ static void check_fused_norm(void (*maker)(skinny::Arguments), void (*taker)(ski
     compare(what, out, m, features, stride, output, 2e-3, [&](int i, int j) { return second.result(j, &normed[(size_t)i * width], output); });
     for (int i = 0; i < m; i++) {
         if (!(std::fabs(left[i] - factors[i]) <= 1e-5 * factors[i])) wrong(what, i, 0, left[i], factors[i]);
+    }
+}
+
+// A factor of an adapter in a type, and the values that it holds.
+struct Factor {
+    Memory words;
+    std::vector<double> values;
+    int type;
+
+    Factor(size_t count, int type) : words(count * (type == adapter::F32 ? 4 : 2)), type(type) {
+        for (size_t i = 0; i < count; i++) {
+            float x = uniform();
+            if (type == adapter::F32) ((float*)words.data())[i] = x;
+            if (type == adapter::F16) ((u16*)words.data())[i] = to_f16(x), x = f16_to_float(to_f16(x));
+            if (type == adapter::BF16) ((u16*)words.data())[i] = (u16)(__float_as_uint(x) >> 16), x = bf16_to_float((u16)(__float_as_uint(x) >> 16));
+            values.push_back(x);
+        }
+    }
+};
+
+// An adapter of some projections: the rank beside each, 0 for none.
+struct Adapter {
+    std::vector<std::unique_ptr<Factor>> a, b;
+    std::vector<adapter::Factors> table;
+    const adapter::Factors* start;
+
+    void add(int rank, int k, int outputs) {
+        int type = table.size() % 3;
+        a.push_back(std::make_unique<Factor>((size_t)rank * k, type));
+        b.push_back(std::make_unique<Factor>((size_t)rank * outputs, (type + 1) % 3));
+        table.push_back({a.back()->words.data(), b.back()->words.data(), 0.25f, rank, type, (type + 1) % 3});
+        start = table.data();
+    }
+    double low(int projection, int r, const double* x, int k) const {
+        double sum = 0;
+        for (int i = 0; i < k; i++) sum += a[projection]->values[(size_t)r * k + i] * x[i];
+        return sum;
+    }
+    double product(int projection, int feature, const double* x, int k) const {
+        const adapter::Factors& f = table[projection];
+        double sum = 0;
+        for (int r = 0; r < f.rank; r++) sum += b[projection]->values[(size_t)feature * f.rank + r] * low(projection, r, x, k);
+        return f.scale * sum;
+    }
+};
+
+// The adapter of a row around a fused norm, as in check_fused_norm(): the first product takes A x in parts and leaves those of the second,
+// which takes them. Without `parts` the first multiplies its input itself. `copies` bytes are for factors.
+static void check_adapted(int k, int width, double factor, Output output, Launched makes, Launched takes, std::initializer_list<int> ranks, int shift, int parts,
+                          int copies) {
+    char what[128];
+    snprintf(what, sizeof what, "an adapter around a norm of %d, in %d parts of 2^%d, with %g of its factor, %d bytes", width, parts, shift, factor, copies);
+    Set first({width}, k), second(is_glu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, width);
+    Activations x(1, k);
+    Adapter own;
+    own.add(0, 16, 8);
+    const int *rank = ranks.begin(), count = second.weights.size();
+    own.add(rank[0], k, width);
+    for (int i = 0; i < count; i++) own.add(rank[1 + i], width, second.weights[i]->rows);
+    if (is_glu(output)) own.add(rank[0], second.weights[0]->rows, 8);
+    Memory residual = before(1, width, width, ADD), rows(width * 2), low((size_t)(parts << shift) * 4 + 4);
+    std::vector<double> divided(k);
+    for (int i = 0; i < k; i++) divided[i] = 4 * x.values[i];
+    for (int part = 0; part < parts; part++) {
+        for (int r = 0; r < rank[0]; r++) ((float*)low.data())[(part << shift) + r] = part == 0 ? 0 : (float)(own.low(1, r, x.values.data(), k) / (parts - 1));
+    }
+    std::vector<double> want;
+    std::vector<float> weight;
+    double squares = 0;
+    for (int j = 0; j < width; j++) {
+        weight.push_back((float)(noise() % 1000) * 1e-3f);
+        want.push_back(((float*)residual.data())[j] + first.result(j, x.values.data(), ADD) + own.product(1, j, divided.data(), k));
+        squares += want.back() * want.back();
+    }
+    float right = (float)(1 / std::sqrt(squares / width + 1e-6)), told = (float)(right * factor), left = NAN;
+    int tiles = width / 8, made = makes.clusters * makes.split_k;
+    Memory sums(tiles * 4), handed((size_t)(count * made << shift) * 4);
+    skinny::Arguments a = arguments_of(first, x.halves, 1, k, ADD, residual, width, makes);
+    a.norm = {weight.data(), (float*)sums.data(), &told, tiles, (u16*)rows.data(), nullptr, nullptr, 0};
+    a.low = {parts > 0 ? (const float*)low.data() : nullptr, 1, parts, 4};
+    a.next = {&own.start, (float*)handed.data(), 2, count, made, shift, copies, 3, 2};
+    launch_skinny([](skinny::Arguments a) { skinny::skinny_adapted_add(a); }, a, makes);
+    rows.check(what), sums.check(what), residual.check(what), handed.check(what);
+    for (int i = 0; i < width; i++) {
+        double got = ((float*)residual.data())[i];
+        if (!(std::fabs(got - want[i]) <= 1e-4 * (1 + std::fabs(want[i])))) wrong(what, 0, i, got, want[i]);
+    }
+    int features = is_glu(output) ? second.weights[0]->rows : second.features, stride = features + 2, taken = takes.clusters * takes.split_k;
+    Memory out = before(1, stride, features, output), last((size_t)(taken << shift) * 4);
+    a = arguments_of(second, rows, 1, width, output, out, stride, takes);
+    a.norm = {weight.data(), (float*)sums.data(), &told, tiles, nullptr, &left, (const float*)residual.data(), 1e-6f};
+    a.low = {(const float*)handed.data(), 2, made, 1};
+    a.next = {&own.start, (float*)last.data(), 2 + count, is_glu(output) ? 1 : 0, taken, shift, copies, 0, 0};
+    launch_skinny([](skinny::Arguments a) { a.out_scale == 1 / 16.0f && a.next.count > 0 ? skinny::skinny_adapted_glu(a) : skinny::skinny_adapted_f32(a); }, a, takes);
+    std::vector<double> normed;
+    for (int i = 0; i < width; i++) normed.push_back(((float*)residual.data())[i] * right * weight[i]);
+    auto with_adapter = [&](int feature) {
+        int index = 0, row = feature;
+        while (row >= second.weights[index]->rows) row -= second.weights[index++]->rows;
+        return second.product(feature, normed.data(), true) + own.product(2 + index, row, normed.data(), width);
+    };
+    compare(what, out, 1, features, stride, output, 4e-3, [&](int, int j) {
+        return is_glu(output) ? second.unit(with_adapter(j), with_adapter(features + j)) : with_adapter(j);
+    });
+    if (!is_glu(output)) return;
+    std::vector<double> inner;
+    for (int i = 0; i < features; i++) inner.push_back(f16_to_float(((u16*)out.data())[i]));
+    for (int r = 0; r < rank[0]; r++) {
+        double sum = 0, exact = own.low(2 + count, r, inner.data(), features);
+        for (int part = 0; part < taken; part++) sum += ((float*)last.data())[(part << shift) + r];
+        if (!(std::fabs(sum - exact) <= 1e-3 * (1 + std::fabs(exact)))) wrong(what, 0, r, sum, exact);
     }
 }
 
@@ -758,12 +878,23 @@ int main() {
         check_fused_norm(add4, f4, 3, 272, 320, factor, F32, split, split);
         check_fused_norm(add4, glu8, 4, 272, 64, factor, GLU, split, pair);
     }
+    for (double factor : {1.0, 1e5, 1e-5}) {
+        Launched split = {skinny::ROW_MAJOR, skinny::DEEP, 3, 1}, pair = {skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1};
+        check_adapted(656, 192, factor, F32, split, split, {16, 16, 0, 16}, 4, 33, 1 << 14);
+        check_adapted(656, 192, factor, F32, split, {skinny::ROW_MAJOR, skinny::DEEP, 2, 1}, {32, 48, 16, 64}, 6, 132, 0);
+        check_adapted(272, 832, factor, GLU, split, pair, {16, 16, 16}, 4, 132, 1 << 14);
+        check_adapted(272, 192, factor, GLU, split, pair, {32, 16, 32}, 5, 256, 4000);
+        check_adapted(272, 192, factor, GLU, split, pair, {16, 0, 16}, 4, 0, 0);
+    }
     auto f_residual = [](skinny::Arguments a) { skinny::skinny_f32_residual_1(a); };
     auto glu_residual = [](skinny::Arguments a) { skinny::skinny_glu_residual_1(a); };
     check_residual(f_residual, 656, F32, {skinny::RESIDUAL, skinny::DEEP, 3, 1});
     check_residual(f_residual, 4096, F32, {skinny::RESIDUAL, skinny::DEEP, 2, 1});
     check_residual(glu_residual, 272, GLU, {skinny::RESIDUAL, skinny::GATE_UP, 2, 1});
 #if __CUDA_ARCH__ >= 900
+    Launched halves = {skinny::ROW_MAJOR, skinny::DEEP, 3, 2};
+    check_adapted(656, 704, 1, F32, halves, halves, {16, 16, 16, 16}, 4, 132, 1 << 14);
+    check_adapted(656, 576, 1e5, GLU, halves, {skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1}, {16, 16, 16}, 4, 20, 1 << 14);
     check_residual(f_residual, 656, F32, {skinny::RESIDUAL, skinny::DEEP, 3, 2});
     check_residual(f_residual, 4096, F32, {skinny::RESIDUAL, skinny::DEEP, 2, 2});
     check_skinny("f32_1", f1, 1, {40, 24, 9}, 656, F32, skinny::ROW_MAJOR, 3, 2, skinny::DEEP);
