@@ -52,7 +52,7 @@ impl Divided {
     }
 }
 
-/// What is known of the states of one parser's lexer.
+/// Knowledge of the states of one parser's lexer.
 #[derive(Default)]
 struct Known {
     /// States from which plain bytes lead to no end of a lexeme, so that the parser has no say in them.

@@ -68,7 +68,7 @@ impl GrammarVocabulary {
         &self.factory
     }
 
-    /// What makes the masks of one parser.
+    /// A maker of masks, for one parser.
     pub(super) fn masks(&self) -> Masks {
         Masks::new(&self.factory.slicer(), &self.divided)
     }
