@@ -71,10 +71,10 @@ pub use heads::{
     CachedPages, F8_HEADS, Heads, KvShape, PAGE, RowHeads, attention_units, has_kernels, is_limited,
 };
 pub use linear::{
-    Activation, AdaptedGemm, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input,
-    InputForm, Layout, LinearScratch, Matrix, MatrixShape, NormScratch, NormalizedRows, Output,
-    ReadBytes, ReadNvfp4, ResidualRow, SKINNY_ROWS, ScratchDevice, SkinnyPlan, TILED, Tile,
-    TileKernel, WideClusters, linear, linear_add_norm, tiled,
+    Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
+    LinearScratch, Matrix, MatrixShape, NormScratch, NormalizedRows, Output, ReadBytes, ReadNvfp4,
+    ResidualRow, SKINNY_ROWS, ScratchDevice, SkinnyPlan, TILED, Tile, TileKernel, WideClusters,
+    linear, linear_add_norm, tiled,
 };
 pub use mamba::{MambaConstants, MambaInputs, mamba_conv, mamba_norm, mamba_scan};
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
@@ -91,7 +91,7 @@ pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use router::{RouterVectors, route};
 pub use routing::Routing;
-pub use row_adapter::{AdaptedInput, ROW_PARTS, ROW_RANK, RowAdapter, RowProjections};
+pub use row_adapter::{AdaptedGemm, AdaptedInput, ROW_PARTS, ROW_RANK, RowAdapter, RowProjections};
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};
 pub use sample::{

@@ -41,6 +41,19 @@ pub struct RowAdapter<'a> {
     pub(super) rank: usize,
 }
 
+/// The adapter of a GEMM of a single row.
+#[derive(Clone, Copy)]
+pub struct AdaptedGemm<'a> {
+    /// The row's adapter.
+    pub adapter: RowAdapter<'a>,
+    /// The number of the GEMM's first projection. The others follow.
+    pub first: usize,
+    /// The projections that take the outputs, if there are any that may be adapted.
+    pub next: Option<RowProjections>,
+    /// Projections of later kernels, whose entries of the table are fetched.
+    pub later: Option<RowProjections>,
+}
+
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct LowInput {

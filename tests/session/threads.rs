@@ -311,6 +311,31 @@ fn no_block_is_lost_by_cancelled_calls() {
     assert_eq!(model.blocks_used(), 0);
 }
 
+/// Generates in six threads at a time, with the tokens that each has `alone`. Returns the number of preemptions.
+fn check_together(
+    model: &Arc<Served>,
+    alone: &[Vec<u32>],
+    generate: impl Fn(&Arc<Served>, usize) -> Result<(Vec<u32>, usize, usize), Error> + Sync,
+    case: &str,
+) -> usize {
+    let barrier = Barrier::new(alone.len());
+    let together: Vec<(Vec<u32>, usize)> = thread::scope(|scope| {
+        let threads = (0..alone.len()).map(|thread| {
+            let (barrier, generate) = (&barrier, &generate);
+            scope.spawn(move || {
+                barrier.wait();
+                let (tokens, _, preemptions) = generate(model, thread).unwrap();
+                (tokens, preemptions)
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let (together, preemptions): (Vec<_>, Vec<_>) = together.into_iter().unzip();
+    assert_eq!(together, alone, "{case}");
+    preemptions.iter().sum()
+}
+
 /// With memory for two of six conversations, those that find none give theirs up, wait, and go on: all come to their ends, with the tokens
 /// that each has alone.
 #[test]
@@ -339,26 +364,17 @@ fn generations_that_find_no_memory_make_way() {
             ..options()
         };
         let model = Served::load(&golden(case), &limited(5 * most / 2)).unwrap();
-        let barrier = Barrier::new(6);
-        let together: Vec<(Vec<u32>, usize)> = thread::scope(|scope| {
-            let threads = (0..6).map(|thread| {
-                let (model, barrier, generate) = (&model, &barrier, &generate);
-                scope.spawn(move || {
-                    barrier.wait();
-                    let (tokens, _, preemptions) = generate(model, thread).unwrap();
-                    (tokens, preemptions)
-                })
-            });
-            let threads: Vec<_> = threads.collect();
-            threads.into_iter().map(|t| t.join().unwrap()).collect()
-        });
         let alone: Vec<Vec<u32>> = alone.into_iter().map(|(tokens, ..)| tokens).collect();
-        let (together, preemptions): (Vec<_>, Vec<_>) = together.into_iter().unzip();
-        assert_eq!(together, alone, "{case}");
-        let statistics = model.statistics();
-        assert!(statistics.preemptions > 0, "{case}: {statistics:?}");
-        let of_all: usize = preemptions.iter().sum();
-        assert_eq!(of_all as u64, statistics.preemptions, "{case}");
+        let mut of_all = 0;
+        // Threads may also come one after the other, and then find memory.
+        for _ in 0..50 {
+            of_all += check_together(&model, &alone, generate, case);
+            if of_all > 0 {
+                break;
+            }
+        }
+        assert!(of_all > 0, "{case}: {:?}", model.statistics());
+        assert_eq!(of_all as u64, model.statistics().preemptions, "{case}");
         assert_eq!(model.blocks_used(), 0, "{case}");
         // Where nobody else will free memory, it is refused as ever.
         drop(model);

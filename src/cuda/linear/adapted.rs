@@ -9,58 +9,15 @@ use super::hardware::Hardware;
 use super::input::Input;
 use super::matrix::Biased;
 use super::output::Output;
-use super::skinny::{SkinnyPlan, skinny_gemm};
+use super::skinny::skinny_gemm;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu};
-use crate::cuda::row_adapter::{AdaptedInput, LowInput, LowOutput, RowAdapter, RowProjections};
-
-/// The adapter of a GEMM of a single row.
-#[derive(Clone, Copy)]
-pub struct AdaptedGemm<'a> {
-    /// The row's adapter.
-    pub adapter: RowAdapter<'a>,
-    /// The number of the GEMM's first projection. The others follow.
-    pub first: usize,
-    /// The projections that take the outputs, if there are any that may be adapted.
-    pub next: Option<RowProjections>,
-    /// Projections of later kernels, whose entries of the table are fetched.
-    pub later: Option<RowProjections>,
-}
-
-impl AdaptedGemm<'_> {
-    /// Arguments of a plan's kernel with this input and epilogue.
-    pub(super) fn arguments(
-        &self,
-        plan: &SkinnyPlan,
-        input: Input<'_>,
-        output: Output,
-    ) -> Result<(LowInput, LowOutput)> {
-        let Some(row) = plan.adapted else {
-            bail!(
-                Internal,
-                "a product of a row with an adapter, planned as {plan}"
-            );
-        };
-        let (takes, makes) = match output {
-            Output::Add => (AdaptedInput::Inner, AdaptedInput::Residual),
-            _ => (AdaptedInput::Residual, AdaptedInput::Inner),
-        };
-        let factor = match input {
-            Input::Plain(_, factor) => factor,
-            _ => 1.0,
-        };
-        let low = self.adapter.input(takes, self.first, row.parts, factor)?;
-        let next = self
-            .adapter
-            .output(makes, self.next, plan.ctas(), row.copies, self.later)?;
-        Ok((low, next))
-    }
-}
+use crate::cuda::row_adapter::AdaptedGemm;
 
 impl GemmPlan {
-    /// The same GEMM of a single row by the kernel that applies the row's adapter. The preceding kernel stores the row's products with A factors
-    /// in `parts` parts; with `None` the GEMM computes them itself. `None` if there is no such kernel.
+    /// This GEMM of a single row by the kernel that applies its adapter, if there is one. The preceding kernel stores the products with A factors
+    /// in `parts` parts. With `None` the GEMM computes them itself.
     pub fn adapted(&self, hardware: &Hardware, parts: Option<usize>) -> Option<GemmPlan> {
         let plan = self.skinny_at_once()?;
         let features: Vec<usize> = self.matrices.iter().flatten().map(|w| w.rows).collect();

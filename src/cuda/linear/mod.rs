@@ -23,7 +23,6 @@ mod tile;
 mod tiled;
 mod tiles;
 
-pub use adapted::AdaptedGemm;
 pub use add::linear_add_norm;
 pub use choose::GemmPlan;
 pub use fused_norm::{FusedNorm, NormScratch};

@@ -4,7 +4,6 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use super::adapted::AdaptedGemm;
 use super::fused_norm::{FusedNorm, NormArgument};
 use super::hardware::Hardware;
 use super::input::{Input, InputForm};
@@ -20,7 +19,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use crate::cuda::kernel::kernels;
-use crate::cuda::row_adapter::{LowInput, LowOutput, ROW_PARTS};
+use crate::cuda::row_adapter::{AdaptedGemm, AdaptedInput, LowInput, LowOutput, ROW_PARTS};
 
 kernels! {
     /// The skinny GEMM, by its epilogue, its input and the most rows that it takes.
@@ -457,6 +456,33 @@ impl fmt::Display for SkinnyPlan {
     }
 }
 
+/// Arguments of a plan's kernel for the adapter of its row.
+fn adapter_arguments(
+    gemm: &AdaptedGemm<'_>,
+    plan: &SkinnyPlan,
+    input: Input<'_>,
+    output: Output,
+) -> Result<(LowInput, LowOutput)> {
+    let Some(row) = plan.adapted else {
+        bail!(
+            Internal,
+            "a product of a row with an adapter, planned as {plan}"
+        );
+    };
+    let (takes, makes) = match output {
+        Output::Add => (AdaptedInput::Inner, AdaptedInput::Residual),
+        _ => (AdaptedInput::Residual, AdaptedInput::Inner),
+    };
+    let factor = match input {
+        Input::Plain(_, factor) => factor,
+        _ => 1.0,
+    };
+    let adapter = &gemm.adapter;
+    let low = adapter.input(takes, gemm.first, row.parts, factor)?;
+    let next = adapter.output(makes, gemm.next, plan.ctas(), row.copies, gemm.later)?;
+    Ok((low, next))
+}
+
 /// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapter` is that of a
 /// single row, if the plan's kernel applies it.
 pub(super) fn skinny_gemm(
@@ -521,7 +547,7 @@ pub(super) fn skinny_gemm(
     };
     let glu = output.applied().unwrap_or_default();
     let (low, after) = match adapter {
-        Some(adapter) => adapter.arguments(plan, input, output)?,
+        Some(adapter) => adapter_arguments(adapter, plan, input, output)?,
         None => Default::default(),
     };
     for first in (0..m).step_by(plan.rows) {
