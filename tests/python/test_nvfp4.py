@@ -219,7 +219,7 @@ class Types(unittest.TestCase):
     # Options beside the fields of a struct.
     MORE = {"GenerateOptions": {"stop", "logit_bias"}, "ChatOptions": {"think"}}
     # Fields that are no option by themselves, or are one by another name, or have a parameter of their own.
-    OTHERS = {"struct_size", "reserved", "call", "device_type", "device_index", "config", "system", "container", "calibrate", "user", "logits_user"}
+    OTHERS = {"struct_size", "reserved", "reserved2", "call", "device_type", "device_index", "config", "system", "container", "calibrate", "user", "logits_user"}
 
     def test_float_dtypes(self):
         self.assertLessEqual(set(nvfp4.types.FloatDtype.__args__), set(native.CHOICES["dtype"]))
