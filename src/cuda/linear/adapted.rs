@@ -9,6 +9,7 @@ use super::hardware::Hardware;
 use super::input::Input;
 use super::matrix::Biased;
 use super::output::Output;
+use super::product::output_features;
 use super::skinny::skinny_gemm;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -52,10 +53,7 @@ impl GemmPlan {
         if let Some(norm) = norm {
             norm.takes(matrices[0].0.shape())?;
         }
-        let features = match output.applied().is_some() {
-            true => matrices[0].0.rows,
-            false => matrices.iter().map(|(w, _)| w.rows).sum(),
-        };
+        let features = output_features(matrices, output);
         out.holds("a product", &[features.max(stride), output.bytes()])?;
         let adapter = Some(adapter);
         skinny_gemm(

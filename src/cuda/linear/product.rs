@@ -56,6 +56,14 @@ pub fn tiled(
     plan.enqueue(gpu, input, matrices, output, out, stride, scratch)
 }
 
+/// Features of a row of outputs: those of one matrix where an activation makes one of two.
+pub(super) fn output_features(matrices: &[Biased<'_>], output: Output) -> usize {
+    match output.applied().is_some() {
+        true => matrices[0].0.rows,
+        false => matrices.iter().map(|(w, _)| w.rows).sum(),
+    }
+}
+
 impl GemmPlan {
     /// Enqueues the GEMM. Output features of the matrices follow each other in the rows of `out`, `stride` elements apart. Where needed,
     /// scratch memory holds an f16 copy of one weight.
@@ -70,14 +78,11 @@ impl GemmPlan {
         scratch: &LinearScratch,
     ) -> Result<()> {
         self.check(input, matrices, output)?;
-        let (m, (first, _)) = (self.m, matrices[0]);
+        let m = self.m;
         if m == 0 {
             return Ok(());
         }
-        let features: usize = match output.applied().is_some() {
-            true => first.rows,
-            false => matrices.iter().map(|(w, _)| w.rows).sum(),
-        };
+        let features = output_features(matrices, output);
         if stride < features {
             bail!(Internal, "rows of {features} features {stride} apart");
         }

@@ -456,18 +456,20 @@ impl fmt::Display for SkinnyPlan {
     }
 }
 
-/// Arguments of a plan's kernel for the adapter of its row.
+/// Arguments of a plan's kernel for the adapter of its row; zeros without one.
 fn adapter_arguments(
-    gemm: &AdaptedGemm<'_>,
+    gemm: Option<&AdaptedGemm<'_>>,
     plan: &SkinnyPlan,
     input: Input<'_>,
     output: Output,
 ) -> Result<(LowInput, LowOutput)> {
-    let Some(row) = plan.adapted else {
-        bail!(
+    let (gemm, row) = match (gemm, plan.adapted) {
+        (Some(gemm), Some(row)) => (gemm, row),
+        (None, None) => return Ok(Default::default()),
+        _ => bail!(
             Internal,
-            "a product of a row with an adapter, planned as {plan}"
-        );
+            "a product with an adapter, or without, planned as {plan}"
+        ),
     };
     let (takes, makes) = match output {
         Output::Add => (AdaptedInput::Inner, AdaptedInput::Residual),
@@ -497,12 +499,7 @@ pub(super) fn skinny_gemm(
     next: Option<&FusedNorm<'_>>,
     adapter: Option<&AdaptedGemm<'_>>,
 ) -> Result<()> {
-    if plan.adapted.is_some() != adapter.is_some() {
-        bail!(
-            Internal,
-            "a product with an adapter, or without, planned as {plan}"
-        );
-    }
+    let (low, after) = adapter_arguments(adapter, plan, input, output)?;
     let k = matrices[0].0.cols;
     // The kernels count outputs and activations in 32 bits.
     int("outputs of a product", plan.rows * stride)?;
@@ -546,10 +543,6 @@ pub(super) fn skinny_gemm(
         }
     };
     let glu = output.applied().unwrap_or_default();
-    let (low, after) = match adapter {
-        Some(adapter) => adapter_arguments(adapter, plan, input, output)?,
-        None => Default::default(),
-    };
     for first in (0..m).step_by(plan.rows) {
         let rows = plan.rows.min(m - first);
         let arguments = SkinnyArguments {
