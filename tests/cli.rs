@@ -518,8 +518,17 @@ fn bench_serves_requests_that_arrive() {
         for times in ["ttft_ms", "between_tokens_ms"] {
             let of = |name: &str| report[times][name].as_f64().unwrap();
             let all = ["median", "p95", "p99", "longest"].map(of);
-            // Two tokens of so small a model are often there at once.
-            assert!(all[0] >= 0.0 && all[3] > 0.0 && all.is_sorted(), "{report}");
+            // Two tokens of so small a model are often there at once, and on a busy machine all of them.
+            let least = if times == "ttft_ms" {
+                f64::MIN_POSITIVE
+            } else {
+                0.0
+            };
+            let most = 1000.0 * number("seconds");
+            assert!(
+                all[0] >= least && all.is_sorted() && all[3] <= most,
+                "{report}"
+            );
         }
     }
     let said = text(&[&bench[..], &sizes, &["--serve", "all"]].concat());

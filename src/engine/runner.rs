@@ -34,6 +34,8 @@ const GPU_ROWS: usize = 128;
 const GPU_LEAST: usize = 32;
 /// Interval at which a waiting caller looks whether it is cancelled, and reports its progress.
 const PATIENCE: Duration = Duration::from_millis(10);
+/// The time after the end of a generation in which its session may be released and free its memory.
+const RELEASE_TIME: Duration = Duration::from_secs(1);
 
 /// The requests of a model, and who leads.
 #[derive(Debug, Default)]
@@ -56,6 +58,8 @@ struct State {
     generating: BTreeMap<u64, Generator>,
     /// How often a generation has ended, or made way for others.
     ends: u64,
+    /// The last end of a generation, and the last one of any other thread than that.
+    last_ends: [Option<End>; 2],
     /// Generations that made way.
     preemptions: u64,
     /// Tokens that run again because the weights have changed.
@@ -81,6 +85,13 @@ struct Generator {
     thread: usize,
     /// Whether it waits for memory.
     made_way: bool,
+}
+
+/// The end of a generation.
+#[derive(Clone, Copy, Debug)]
+struct End {
+    thread: usize,
+    at: Instant,
 }
 
 /// Numbers of passes so far.
@@ -216,7 +227,9 @@ pub struct Generating<'a> {
 impl Drop for Generating<'_> {
     fn drop(&mut self) {
         let mut state = self.runner.state();
-        state.generating.remove(&self.sequence);
+        if let Some(ended) = state.generating.remove(&self.sequence) {
+            state.notes_end(ended.thread);
+        }
         state.ends += 1;
         if state.comes(self.sequence) {
             self.runner.complete.notify_all();
@@ -230,6 +243,24 @@ impl State {
     fn others_generate(&self) -> bool {
         let is_other = |g: &Generator| g.thread != this_thread() && !g.made_way;
         self.generating.values().any(is_other)
+    }
+
+    /// Notes that a generation of `thread` ends now.
+    fn notes_end(&mut self, thread: usize) {
+        let [last, before] = &mut self.last_ends;
+        if last.is_some_and(|last| last.thread != thread) {
+            *before = *last;
+        }
+        let at = Instant::now();
+        *last = Some(End { thread, at });
+    }
+
+    /// Whether other threads will free memory: sequences of theirs generate, or did so until a moment ago, so that their sessions may be
+    /// released next.
+    fn others_free_memory(&self) -> bool {
+        let is_other = |end: &&End| end.thread != this_thread();
+        let last = self.last_ends.iter().flatten().find(is_other);
+        self.others_generate() || last.is_some_and(|end| end.at.elapsed() < RELEASE_TIME)
     }
 
     /// Whether a caller's request is in the list.
@@ -450,13 +481,13 @@ impl Runner {
         self.state().generating.len()
     }
 
-    /// Whether sequences of other threads generate, which will free memory.
-    pub(super) fn others_generate(&self) -> bool {
-        self.state().others_generate()
+    /// Whether other threads will free memory, since sequences of theirs generate or have just ended.
+    pub(super) fn others_free_memory(&self) -> bool {
+        self.state().others_free_memory()
     }
 
     /// Waits, after a sequence has freed what it could, until another generation has ended or made way and `fits` says that there is memory.
-    /// Returns false if no other thread generates and there is none. Fails if the call is cancelled.
+    /// Returns false if there is none and no other thread will free any. Fails if the call is cancelled.
     pub(super) fn wait_for_room(&self, sequence: u64, fits: impl Fn() -> bool) -> Result<bool> {
         let mut state = self.state();
         state.preemptions += 1;
@@ -474,7 +505,7 @@ impl Runner {
             if (is_alone || state.ends != before) && fits() {
                 break Ok(true);
             }
-            if is_alone {
+            if !state.others_free_memory() {
                 break Ok(false);
             }
             let waited = self.ended.wait_timeout(state, PATIENCE);

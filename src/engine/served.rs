@@ -285,12 +285,13 @@ impl Served {
     }
 
     /// After a refusal of memory that was reserved for all sequences: drops the positions of `sequence` from `kept` on, and waits until
-    /// other generations have ended or made way and `positions` fit. The tokens then have to run again. Returns false, and leaves the sequence
-    /// as it is, if no other thread generates: then nothing becomes free. Fails if the call is cancelled.
+    /// other generations have ended or made way and `positions` fit. The tokens then have to run again. Returns false if nothing becomes
+    /// free: no other thread generates, and none has ended a generation within the last second, whose session may be about to be released.
+    /// Fails if the call is cancelled.
     ///
     /// The generation that is refused makes way, so that the others come to their ends.
     pub fn make_way(&self, sequence: &mut Sequence, kept: usize, positions: usize) -> Result<bool> {
-        if self.kv().reserved().is_none() || !self.runner.others_generate() {
+        if self.kv().reserved().is_none() || !self.runner.others_free_memory() {
             return Ok(false);
         }
         sequence.truncate(kept.min(sequence.len()))?;

@@ -385,6 +385,47 @@ fn generations_that_find_no_memory_make_way() {
     }
 }
 
+/// A generation that finds no memory waits for the session of one that has just ended. It is refused if that session stays.
+#[test]
+fn a_generation_waits_for_a_session_that_is_about_to_be_released() {
+    let unlimited = load("qwen3_tied");
+    let limited = LoadOptions {
+        kv_bytes: Some(filled(&unlimited, 100).kv_bytes()),
+        prefix_cache: false,
+        ..options()
+    };
+    let tokens = some_tokens(&unlimited, 60);
+    for is_released in [true, false] {
+        let model = Served::load(&golden("qwen3_tied"), &limited).unwrap();
+        let (ends, ended) = mpsc::channel();
+        let (refuses, refused) = mpsc::channel();
+        thread::scope(|scope| {
+            let (model, tokens) = (&model, &tokens);
+            scope.spawn(move || {
+                let mut session = session(model);
+                session.generate_after(tokens, &drawn(2), &mut go).unwrap();
+                ends.send(()).unwrap();
+                if is_released {
+                    // Until the other waits, or has been refused.
+                    let wait = Duration::from_millis(1);
+                    while model.statistics().preemptions == 0 && refused.recv_timeout(wait).is_err()
+                    {
+                    }
+                    thread::sleep(Duration::from_millis(20));
+                } else {
+                    refused.recv().unwrap();
+                }
+            });
+            ended.recv().unwrap();
+            let made = session(model).generate_after(tokens, &drawn(2), &mut go);
+            // The session may be released by now.
+            refuses.send(()).ok();
+            let refusal = made.map_err(|e| e.kind()).err();
+            assert_eq!(refusal, (!is_released).then_some(ErrorKind::OutOfMemory));
+        });
+    }
+}
+
 /// A generation that waits for memory ends when it is cancelled, and its session is as before.
 #[test]
 fn a_generation_that_waits_for_memory_can_be_cancelled() {
