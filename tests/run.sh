@@ -132,7 +132,7 @@ failures() { grep -E '^ *(FAIL|SIG[A-Z]+|ABORT|TIMEOUT|LEAK-FAIL) \[|^FAILED|^te
 # Debian packages by the commands that they bring: those for all tests, and those that scripts would each install for themselves, which
 # costs a list of packages each time.
 readonly NEEDED=(g++ cmake pkg-config valgrind tmux)
-declare -A PACKAGES=([abidiff]=abigail-tools [mcs]=mono-mcs [mono]=mono-runtime)
+declare -A PACKAGES=([abidiff]=abigail-tools [fish]=fish [mcs]=mono-mcs [mono]=mono-runtime [zsh]=zsh)
 [ "$(uname -m)" = aarch64 ] || PACKAGES+=([aarch64-linux-gnu-gcc]="gcc-aarch64-linux-gnu libc6-dev-arm64-cross" [qemu-aarch64]=qemu-user)
 readonly PACKAGES
 
