@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use super::answer::Answer;
 use super::constraint::Constraint;
 use super::conversation::{Answering, ChatOptions, Conversation, Plan};
+use super::generation_loop::GenerationLoop;
 use super::text::GenerationText;
 use super::timings::Stopwatch;
 use super::{
@@ -198,7 +199,8 @@ impl Session {
             }),
             options: chat,
         };
-        let generation = self.generate_text(watch, text, Some(answer), held, options, on_piece)?;
+        let generation =
+            GenerationLoop::new(self, text, Some(answer), held, options, on_piece)?.run(watch)?;
         let mut generation = generation.begun()?;
         generation.prompt_tokens = tokens.added.len();
         generation.evicted = self.evicted - evicted;

@@ -34,8 +34,12 @@ impl Sampler {
     /// Sets the number of draws made so far to `draws`. A generation starts at the number of tokens appended before it
     /// ([`Session::appended`](super::Session::appended)), so that its draws do not depend on how a text was divided into calls.
     pub fn after(mut self, draws: usize) -> Self {
-        self.draws = draws as u64;
+        self.set_draws(draws);
         self
+    }
+
+    pub(super) fn set_draws(&mut self, draws: usize) {
+        self.draws = draws as u64;
     }
 
     /// The next token, given its logits and the tokens before it. A logit of minus infinity excludes its token.
