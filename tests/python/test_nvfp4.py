@@ -414,8 +414,10 @@ class Library(unittest.TestCase):
             nvfp4.quantize(bytes(64), recipe="best")
         with self.assertRaisesRegex(TypeError, "'recipes' is none of the options: .*recipe"):
             nvfp4.quantize(bytes(64), recipes="amax")
-        with self.assertRaises(OverflowError):
+        with self.assertRaisesRegex(OverflowError, "seed is -1"):
             nvfp4.quantize(bytes(64), seed=-1)
+        with self.assertRaisesRegex(TypeError, "seed is 'x'"):
+            nvfp4.quantize(bytes(64), seed="x")
         with self.assertRaisesRegex(nvfp4.InvalidArgument, "cuda:x"):
             nvfp4.Tensor.zeros((1,), device="cuda:x")
         nvfp4.synchronize("cpu")
@@ -1565,6 +1567,33 @@ class Conversations(unittest.TestCase):
             self.assertEqual(chat.say("Again").text, thinker.ANSWER)
         self.assertRaises(nvfp4.InvalidArgument, chat.say, "Hello", reasoning_budget=-2)
 
+    def test_options(self):
+        """What is told is taken or refused by its name; None is the default."""
+        with self.assertRaises(TypeError) as caught:
+            self.model.session(stop_tokens=[1], context=None)
+        self.assertEqual(str(caught.exception), "'stop_tokens' is none of the options: "
+                         "kv_type, eviction, is_private, context, keep, system, drop, adapter")
+        session = self.model.session(context=None, system=None)
+        session.prefill([300])
+        with self.assertRaisesRegex(TypeError, "'stop_strings' is none of the options: temperature, .*, stop, logit_bias$"):
+            session.sample(stop_strings=["a"])
+        defaults = {name: None for name in nvfp4.types.GenerationOptions.__annotations__}
+        self.assertEqual(session.sample(**defaults), session.sample())
+        told = nvfp4.native.options(nvfp4.native.GenerateOptions, defaults)
+        self.assertEqual((told.stop_token_count, told.temperature, told.top_p), (0, 0.0, 1.0))
+        with self.assertRaisesRegex(TypeError, "max_tokens is '3'"):
+            session.generate(max_tokens="3")
+        # Another device than the default would be found missing.
+        self.assertTrue(nvfp4.Model(self.path, device=None).info["device"])
+        # A closed object is none, and not the lack of one.
+        for option, one in (("grammar", nvfp4.Grammar.choices(self.model, ["a"])), ("draft_model", nvfp4.Model(self.path, device="cpu")),
+                            ("cancel", nvfp4.Cancel())):
+            one.close()
+            with self.assertRaisesRegex(nvfp4.InvalidHandle, f"the {type(one).__name__} was closed"):
+                session.generate(max_tokens=1, **{option: one})
+        with self.assertRaisesRegex(TypeError, "cancel= takes a Cancel, not 3"):
+            session.prefill([300], cancel=3)
+
     def test_grammars(self):
         """The thought is free, and the answer fits."""
         schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 20}}, "required": ["n"],
@@ -1589,7 +1618,7 @@ class Conversations(unittest.TestCase):
             self.assertTrue(3 <= json.loads(text)["n"] <= 20, text)
         self.assertRaisesRegex(nvfp4.InvalidArgument, "^JSON schema: /items: ", nvfp4.Grammar.json_schema, self.model, {"items": {"not": {}}})
         self.assertRaisesRegex(nvfp4.InvalidArgument, "at least one", nvfp4.Grammar.choices, self.model, [])
-        self.assertRaises(TypeError, self.model.chat().say, "Hello", grammar=schema)
+        self.assertRaisesRegex(TypeError, "Grammar.json_schema", self.model.chat().say, "Hello", grammar=schema)
         other = nvfp4.Model(self.path, device="cpu")
         self.assertRaisesRegex(nvfp4.InvalidArgument, "another model", other.chat().say, "Hello", grammar=grammar)
         # Without the handle, what follows it goes on.

@@ -251,7 +251,7 @@ class Model(Handle):
     _pickles = "load the model in each process, by Model(path)"
 
     def __init__(self, path, quantize=None, progress=None, cancel=None, **options):
-        how = native.options(native.LoadOptions, {"device": "auto", **options})
+        how = native.options(native.LoadOptions, {"device": "auto", **native.told(options)})
 
         def load(call):
             how.call = call
@@ -270,7 +270,7 @@ class Model(Handle):
         while the model is loaded leaves this; later, when rows of an embedding are read, the call fails with InputOutput. The rest is as
         for Model.
         """
-        how = native.options(native.LoadOptions, {"device": "auto", **options})
+        how = native.options(native.LoadOptions, {"device": "auto", **native.told(options)})
         quantized = _quantization(quantize)
 
         def load(call):
@@ -727,7 +727,7 @@ class ChatSession(Session):
         return self._turn("chat_messages", json.dumps(messages), options)
 
     def _turn(self, call, text, options, on_text=True):
-        options = {**self._drawn, **options}
+        options = {**self._drawn, **native.told(options)}
         given = _take_chat_options(options)
         # A conversation from a file has options that only the library knows.
         how = None if self._turns is None and not given else ctypes.byref(_chat_options({**(self._turns or {}), **given}))

@@ -233,17 +233,52 @@ def with_article(name: str) -> str:
     return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
+def handle(value: Any, kind: str, option: str) -> Any:
+    """The handle of an object that is given as an option."""
+    if getattr(value, "_kind", None) != kind:
+        raise TypeError(f"{option}= takes {with_article(kind.capitalize())}, not {value!r}"
+                        + ("; nvfp4.Grammar.json_schema(model, schema) makes one" if kind == "grammar" and isinstance(value, dict) else ""))
+    if not value._as_parameter_:  # Which would be no object at all to the library.
+        raise InvalidHandle(f"the {kind.capitalize()} was closed; pass one that is open")
+    return value._as_parameter_
+
+
+def told(values: Mapping[str, Any]) -> Dict[str, Any]:
+    """The options that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# Options that are several fields, the first of which says which structs have them.
+_COMPOSED = {"device": ("device_type", "device_index"), "stop": ("stop_tokens", "stop_strings"), "logit_bias": ("logit_bias_tokens", "logit_biases")}
+_TEXTS = ("backend", "system", "variables", "tools", "config", "separator", "teacher", "chat_template")
+_PROMPTS = ("prompt", "prompt_name")
+_OBJECTS = ("adapter", "draft_model", "grammar", "pool")
+_POINTERS = (*_TEXTS, *_PROMPTS, *_OBJECTS, "bad_words", "files", "logits_processor")
+
+
+def _option_names(kinds: Mapping[str, Any]) -> List[str]:
+    """The names of options of a struct with these fields."""
+    composed = [name for name, fields in _COMPOSED.items() if fields[0] in kinds]
+    hidden = {"struct_size", "reserved", "reserved2"}.union(*(_COMPOSED[name] for name in composed))
+    single = [name for name, kind in kinds.items() if (kind is not ctypes.c_void_p or name in _POINTERS) and name not in hidden
+              and not name.endswith(("_length", "_count"))]
+    return single + composed
+
+
 def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
     """
     A struct of options with its defaults, but for `values`: choices by name, flags as booleans, text as it is, a device as
     device=, what ends a text as stop=, which holds tokens and strings, biases as a dictionary, and bad words as sequences of tokens; bytes
-    are strings in UTF-8.
+    are strings in UTF-8. None leaves an option as it is.
     """
     out = struct()
     name = "_".join(re.findall("[A-Z][a-z]+", struct.__name__)).lower()
     getattr(lib, name + "_init")(ctypes.byref(out), ctypes.sizeof(out))
     kinds: Dict[str, Any] = {name: kind for name, kind, *_ in struct._fields_}
-    choices = CHOSEN.get(struct.__name__, {})
+    names, choices = _option_names(kinds), CHOSEN.get(struct.__name__, {})
+    for field in values:
+        if field not in names:
+            raise TypeError(f"{field!r} is none of the options: {', '.join(names)}")
     out.kept = []  # What the pointers in it point to.
 
     def point(field: str, count: str, array: ctypes.Array[Any]) -> None:
@@ -251,54 +286,49 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
         setattr(out, field, ctypes.addressof(array))
         setattr(out, count, len(array))
 
-    for field, value in values.items():
-        if field == "device" and "device_type" in kinds:
+    for field, value in told(values).items():
+        if field == "device":
             out.device_type, out.device_index = device(value)
-        elif field == "stop" and "stop_tokens" in kinds:
+        elif field == "stop":
             value = [value] if isinstance(value, (int, str, bytes, bytearray)) else list(value)
             strings = [text_in(stop)[0] for stop in value if isinstance(stop, (str, bytes, bytearray))]
             tokens = [stop for stop in value if not isinstance(stop, (str, bytes, bytearray))]
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
             point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
             point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
-        elif field == "files" and "file_count" in kinds:
+        elif field == "files":
             for name, array in zip(("files", "file_lengths"), paths_in(value)):
                 point(name, "file_count", array)
-        elif field in ("backend", "system", "variables", "tools", "config", "separator", "teacher", "chat_template") and field in kinds:
+        elif field in _TEXTS:
             if value:
                 data, length = path_in(value) if field == "teacher" else text_in(value)
                 point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
-        elif field in ("prompt", "prompt_name") and field in kinds:
-            if value is not None:  # An empty prompt is one.
-                data, length = text_in(value)
-                point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
-        elif field in ("adapter", "draft_model", "grammar", "pool") and field in kinds:
-            if value is not None:
-                kind = field.rpartition("_")[2]
-                if getattr(value, "_kind", None) != kind:
-                    raise TypeError(f"{field}= takes {with_article(kind.capitalize())}, not {value!r}")
-                out.kept.append(value)
-                setattr(out, field, value._as_parameter_)
-        elif field == "logit_bias" and "logit_bias_count" in kinds:
-            biases = dict(value or {})
+        elif field in _PROMPTS:  # An empty prompt is one.
+            data, length = text_in(value)
+            point(field, field + "_length", (ctypes.c_char * length).from_buffer_copy(data))
+        elif field in _OBJECTS:
+            out.kept.append(value)
+            setattr(out, field, handle(value, field.rpartition("_")[2], field))
+        elif field == "logit_bias":
+            biases = dict(value)
             point("logit_bias_tokens", "logit_bias_count", numbers(ctypes.c_int32, list(biases)))
             point("logit_biases", "logit_bias_count", (ctypes.c_float * len(biases))(*biases.values()))
-        elif field == "bad_words" and field in kinds:
-            words = [numbers(ctypes.c_int32, list(word)) for word in value or ()]
+        elif field == "bad_words":
+            words = [numbers(ctypes.c_int32, list(word)) for word in value]
             out.kept.append(words)
             point(field, "bad_word_count", (ctypes.c_void_p * len(words))(*map(ctypes.addressof, words)))
             point("bad_word_lengths", "bad_word_count", (ctypes.c_size_t * len(words))(*map(len, words)))
-        elif field == "logits_processor" and field in kinds:
-            if value is not None:
-                out.processor = Processor(value)
-                out.kept.append(out.processor)
-                out.logits_processor = ctypes.cast(out.processor.function, ctypes.c_void_p)
+        elif field == "logits_processor":
+            out.processor = Processor(value)
+            out.kept.append(out.processor)
+            out.logits_processor = ctypes.cast(out.processor.function, ctypes.c_void_p)
         elif field in choices:
             setattr(out, field, choice(choices[field], value))
-        elif field in kinds and kinds[field] is not ctypes.c_void_p and field not in ("struct_size", "reserved", "reserved2"):
-            setattr(out, field, value if isinstance(value, float) else _fitting(kinds[field]).from_param(value))
         else:
-            raise TypeError(f"{field!r} is none of the options: {', '.join(kinds)}, device, stop")
+            try:
+                setattr(out, field, value if isinstance(value, float) else _fitting(kinds[field]).from_param(value))
+            except (TypeError, OverflowError) as error:
+                raise type(error)(f"{field} is {value!r}: {error}") from None
     return out
 
 
@@ -482,9 +512,7 @@ def call_options(cancel: Optional[Cancel] = None, flag: Optional[ctypes.c_int32]
         return
     out = options(CallOptions, {})
     if cancel is not None:
-        out.cancel = cancel._as_parameter_
-        if not out.cancel:
-            raise InvalidHandle("the Cancel was closed; pass one that is open")
+        out.cancel = handle(cancel, "cancel", "cancel")
     if flag is not None:
         out.cancel_flag = ctypes.addressof(flag)
     if progress is None:

@@ -1,7 +1,8 @@
 """
 Names for annotations: choices, options, and what is taken in place of a Tensor. Nothing here does anything.
 
-Options are given by name, nvfp4.Model("qwen3", device="cpu"); who keeps some of them in a dictionary annotates it:
+Options are given by name, nvfp4.Model("qwen3", device="cpu"), and None is the default of each. Who keeps some of them in a dictionary annotates
+it:
 
     how: nvfp4.types.GenerationOptions = {"temperature": 0.3, "max_tokens": 200}
     chat.say("Why is the sky blue?", **how)
@@ -50,18 +51,18 @@ class SupportsDLPack(Protocol):
 
 
 class WeightOptions(_types.WeightOptions, total=False):
-    device: str
-    backend: str
-    dense_dtype: FloatDtype
+    device: Optional[str]
+    backend: Optional[str]
+    dense_dtype: Optional[FloatDtype]
 
 
 class CalibrateOptions(_types.CalibrateOptions, total=False):
-    device: str
-    files: Union[Path, Sequence[Path]]
+    device: Optional[str]
+    files: Optional[Union[Path, Sequence[Path]]]
 
 
 class LoadOptions(_types.LoadOptions, total=False):
-    device: str
+    device: Optional[str]
     pool: Optional["Pool"]
 
 
@@ -70,7 +71,7 @@ class SessionOptions(_types.SessionOptions, total=False):
 
 
 class GenerationOptions(_types.GenerateOptions, total=False):
-    stop: Union[int, Text, Sequence[Union[int, Text]]]
+    stop: Optional[Union[int, Text, Sequence[Union[int, Text]]]]
     grammar: Optional["Grammar"]
     draft_model: Optional["Model"]
     logit_bias: Optional[Mapping[int, float]]
@@ -81,10 +82,10 @@ class GenerationOptions(_types.GenerateOptions, total=False):
 class TurnOptions(_types.ChatOptions, total=False):
     """Options of one turn of a chat, without those of its generation."""
 
-    think: bool
-    variables: Mapping[str, Any]
-    tools: Sequence[Tool]
-    chat_template: Text
+    think: Optional[bool]
+    variables: Optional[Mapping[str, Any]]
+    tools: Optional[Sequence[Tool]]
+    chat_template: Optional[Text]
 
 
 class ChatOptions(SessionOptions, TurnOptions, total=False):
@@ -121,21 +122,21 @@ class EmbedOptions(_types.EmbedOptions, total=False):
 class HiddenStateOptions(TypedDict, total=False):
     """Options of embeddings that are not pooled."""
 
-    normalize: Normalize
-    dimensions: int
-    truncate: bool
-    kv_type: KvType
-    is_private: bool
+    normalize: Optional[Normalize]
+    dimensions: Optional[int]
+    truncate: Optional[bool]
+    kv_type: Optional[KvType]
+    is_private: Optional[bool]
     prompt: Optional[Text]
     prompt_name: Optional[Text]
 
 
 class DataOptions(_types.DataOptions, total=False):
-    separator: Text
+    separator: Optional[Text]
 
 
 class TrainerOptions(_types.TrainerOptions, total=False):
-    teacher: Path
+    teacher: Optional[Path]
 
 
 class OptimizerStepOptions(_types.StepOptions, total=False):
