@@ -476,6 +476,9 @@ extern "C" {
 /** Texts of which one is generated, as a JSON array of strings. */
 #define NVFP4_GRAMMAR_CHOICES 3
 
+/** A context-free grammar in GBNF, as llama.cpp reads it. Its rule `root` is the whole text. */
+#define NVFP4_GRAMMAR_GBNF 4
+
 /** Refuse tokens that do not fit: #NVFP4_CONTEXT_FULL, or #NVFP4_FINISH_CONTEXT within a generation. */
 #define NVFP4_EVICTION_ERROR 0
 
@@ -2989,7 +2992,7 @@ NVFP4_Status NVFP4_model_convert(const char *source,
 /**
  * @defgroup grammar Grammars: texts that generations are held to
  *
- * A grammar is a JSON schema, a regular expression, a Lark grammar or a list of choices, compiled once for the tokens of a model. A
+ * A grammar is a JSON schema, a regular expression, a Lark or GBNF grammar or a list of choices, compiled once for the tokens of a model. A
  * generation whose options name it gives a text that fits as a whole, unless it ends before the text does: by its length, a full context,
  * a stop string or the caller. Reasoning before the answer of a chat stays free. Grammars never change: any number of generations may
  * follow one at the same time, on any threads.

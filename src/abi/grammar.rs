@@ -1,6 +1,6 @@
 //! Grammars: texts that generations are held to.
 //!
-//! A grammar is a JSON schema, a regular expression, a Lark grammar or a list of choices, compiled once for the tokens of a model. A
+//! A grammar is a JSON schema, a regular expression, a Lark or GBNF grammar or a list of choices, compiled once for the tokens of a model. A
 //! generation whose options name it gives a text that fits as a whole, unless it ends before the text does: by its length, a full context,
 //! a stop string or the caller. Reasoning before the answer of a chat stays free. Grammars never change: any number of generations may
 //! follow one at the same time, on any threads.
@@ -37,6 +37,8 @@ pub const NVFP4_GRAMMAR_REGEX: i32 = 1;
 pub const NVFP4_GRAMMAR_LARK: i32 = 2;
 /// Texts of which one is generated, as a JSON array of strings.
 pub const NVFP4_GRAMMAR_CHOICES: i32 = 3;
+/// A context-free grammar in GBNF, as llama.cpp reads it. Its rule `root` is the whole text.
+pub const NVFP4_GRAMMAR_GBNF: i32 = 4;
 
 /// Kind of a grammar's source. Fill with NVFP4_grammar_options_init(), then change what is to differ.
 #[repr(C)]
@@ -66,6 +68,7 @@ enum Kind {
     Regex,
     Lark,
     Choices,
+    Gbnf,
 }
 
 /// Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_GrammarOptions).
@@ -114,6 +117,7 @@ pub unsafe extern "C-unwind" fn NVFP4_grammar_create(
                 (NVFP4_GRAMMAR_REGEX, "regex", Kind::Regex),
                 (NVFP4_GRAMMAR_LARK, "Lark", Kind::Lark),
                 (NVFP4_GRAMMAR_CHOICES, "choices", Kind::Choices),
+                (NVFP4_GRAMMAR_GBNF, "GBNF", Kind::Gbnf),
             ],
         )?;
         let model = handle::get::<Served>("model", model)?;
@@ -122,6 +126,7 @@ pub unsafe extern "C-unwind" fn NVFP4_grammar_create(
             Kind::JsonSchema => GrammarSource::JsonSchema(text),
             Kind::Regex => GrammarSource::Regex(text),
             Kind::Lark => GrammarSource::Lark(text),
+            Kind::Gbnf => GrammarSource::Gbnf(text),
             Kind::Choices => {
                 choices = strings(text)?;
                 GrammarSource::Choices(&choices)

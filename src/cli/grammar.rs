@@ -29,6 +29,9 @@ pub(super) struct GrammarArgs {
     /// A file with a Lark grammar of the answer
     #[arg(long, value_name = "FILE", group = "grammar")]
     lark: Option<PathBuf>,
+    /// A file with a GBNF grammar of the answer, as llama.cpp reads it
+    #[arg(long, value_name = "FILE", group = "grammar")]
+    gbnf: Option<PathBuf>,
     /// An answer to choose from; given once for each
     #[arg(long, value_name = "TEXT", group = "grammar")]
     choice: Vec<String>,
@@ -51,13 +54,17 @@ impl GrammarArgs {
 
     fn compile(&self, model: &Served) -> Result<Option<Grammar>> {
         let compile = |source| model.grammar(source).map(Some);
-        if let Some(file) = &self.json_schema {
+        let file = self.json_schema.as_ref();
+        if let Some(file) = file.or(self.lark.as_ref()).or(self.gbnf.as_ref()) {
             let text = model::read_text(file)?;
-            return compile(GrammarSource::JsonSchema(&text)).map_err(|e| e.within(file.display()));
-        }
-        if let Some(file) = &self.lark {
-            let text = model::read_text(file)?;
-            return compile(GrammarSource::Lark(&text)).map_err(|e| e.within(file.display()));
+            let source = if self.json_schema.is_some() {
+                GrammarSource::JsonSchema(&text)
+            } else if self.lark.is_some() {
+                GrammarSource::Lark(&text)
+            } else {
+                GrammarSource::Gbnf(&text)
+            };
+            return compile(source).map_err(|e| e.within(file.display()));
         }
         match (&self.regex, &*self.choice) {
             (Some(regex), _) => compile(GrammarSource::Regex(regex)),

@@ -15,6 +15,8 @@ pub enum GrammarSource<'a> {
     Regex(&'a str),
     /// A grammar in the dialect of Lark that `llguidance` reads.
     Lark(&'a str),
+    /// A grammar as llama.cpp reads it, whose rule `root` is the text.
+    Gbnf(&'a str),
     /// Texts of which one is generated.
     Choices(&'a [String]),
 }
@@ -26,6 +28,7 @@ impl GrammarSource<'_> {
             GrammarSource::JsonSchema(_) => "JSON schema",
             GrammarSource::Regex(_) => "regular expression",
             GrammarSource::Lark(_) => "Lark grammar",
+            GrammarSource::Gbnf(_) => "GBNF grammar",
             GrammarSource::Choices(_) => "list of choices",
         }
     }

@@ -1064,6 +1064,9 @@ static void grammars(NVFP4_Model *model)
     SAYS("byte 1");
     options.kind = NVFP4_GRAMMAR_LARK;
     BAD(invalid, NVFP4_grammar_create, model, &options, "start: x", 8, &none);
+    options.kind = NVFP4_GRAMMAR_GBNF;
+    BAD(invalid, NVFP4_grammar_create, model, &options, "root ::= x", 10, &none);
+    SAYS("line 1, column 10: rule 'x'");
     options.kind = NVFP4_GRAMMAR_CHOICES;
     BAD(invalid, NVFP4_grammar_create, model, &options, "[1]", 3, &none);
     BAD(invalid, NVFP4_grammar_create, model, &options, "[]", 2, &none);

@@ -749,6 +749,7 @@ void streams(const std::string &path)
         const std::string answer = asked.chat("Hi", held).text;
         CHECK(answer.size() == 5 && answer.find_first_not_of("0123456789") == 3 && answer[3] == '-');
         CHECK(status_of([&] { nvfp4::Grammar(model, "{\"type\": 3}"); }) == NVFP4_INVALID_ARGUMENT);
+        CHECK(nvfp4::Grammar(model, "root ::= \"a\" root \"b\" | \"c\"", NVFP4_GRAMMAR_GBNF));
     }
 
     /* Embeddings, of texts and of their tokens. */

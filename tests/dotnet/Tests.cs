@@ -767,6 +767,9 @@ static partial class Tests
         Throws<Nvfp4ArgumentException>(() => Grammar.JsonSchema(model, "{\"type\": 3}"), "JSON schema");
         Throws<Nvfp4ArgumentException>(() => Grammar.Regex(model, "(a"), "byte 0");
         Throws<Nvfp4ArgumentException>(() => Grammar.Lark(model, "start: nothing"), "Lark");
+        Throws<Nvfp4ArgumentException>(() => Grammar.Gbnf(model, "root ::= nothing"), "line 1, column 10: rule 'nothing'");
+        using (var gbnf = Grammar.Gbnf(model, "root ::= \"a\" root \"b\" | \"c\""))
+            Same(false, gbnf == null);
         Throws<Nvfp4ArgumentException>(() => Grammar.Choices(model, new string[0]), "empty");
         Throws<ArgumentNullException>(() => Grammar.Choices(model, new string[] { null }));
         Throws<ArgumentNullException>(() => Grammar.Regex(null, "a"));

@@ -1606,6 +1606,9 @@ class Conversations(unittest.TestCase):
         self.assertRegex("".join(self.model.chat().ask("Hello", grammar=nvfp4.Grammar.regex(self.model, "[xyz]{7}"))), "^[xyz]{7}$")
         self.assertIn(self.model.chat().say("Hello", grammar=nvfp4.Grammar.choices(self.model, ["a b", "c"])).text, ("a b", "c"))
         self.assertEqual(self.model.chat().say("Hello", grammar=nvfp4.Grammar.lark(self.model, 'start: "a" "b"')).text, "ab")
+        gbnf = nvfp4.Grammar.gbnf(self.model, 'root ::= "a" root "b" | [xyz]')
+        self.assertRegex(self.model.chat().say("Hello", grammar=gbnf, max_tokens=200).text, "^a*[xyz]?b*$")
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "^GBNF grammar: line 1, column 10: rule 'x'", nvfp4.Grammar.gbnf, self.model, "root ::= x")
         self.assertEqual(self.model.chat().say("Hello", grammar=None).text, thinker.ANSWER)
 
         async def ask(number):

@@ -256,6 +256,9 @@ module Grammar =
     /// Texts of a Lark grammar.
     let lark (grammar: string) (model: Model) = Grammar.Lark(model, grammar)
 
+    /// Texts of a GBNF grammar.
+    let gbnf (grammar: string) (model: Model) = Grammar.Gbnf(model, grammar)
+
     /// One of several texts.
     let choices (texts: string seq) (model: Model) = Grammar.Choices(model, texts)
 

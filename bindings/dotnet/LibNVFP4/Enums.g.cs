@@ -403,6 +403,8 @@ namespace LibNVFP4
         Lark = 2,
         /// <summary>Texts of which one is generated, as a JSON array of strings.</summary>
         Choices = 3,
+        /// <summary>A context-free grammar in GBNF, as llama.cpp reads it. Its rule <c>root</c> is the whole text.</summary>
+        Gbnf = 4,
     }
 
     /// <summary>Kinds of events in a generation.</summary>

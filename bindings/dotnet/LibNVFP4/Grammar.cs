@@ -7,7 +7,7 @@ using System.Text;
 namespace LibNVFP4
 {
     /// <summary>
-    /// The form of a text: a JSON schema, a regular expression, a Lark grammar or a list of choices. It is compiled once for a model, and
+    /// The form of a text: a JSON schema, a regular expression, a Lark or GBNF grammar or a list of choices. It is compiled once for a model, and
     /// <see cref="GenerateOptions.Grammar"/> of any number of generations names it, on any threads. It may be disposed of while they follow it.
     /// A source that is wrong, that no text fits, or that takes more than 100 ms or 64 MB to compile is an <see cref="Nvfp4ArgumentException"/>
     /// that names the place.
@@ -49,6 +49,11 @@ namespace LibNVFP4
         /// <param name="model">The model whose generations follow it.</param>
         /// <param name="grammar">The grammar, whose first rule is start.</param>
         public static Grammar Lark(Model model, string grammar) => new Grammar(model, GrammarKind.Lark, grammar, nameof(grammar));
+
+        /// <summary>Texts of a context-free grammar in GBNF, as llama.cpp reads it.</summary>
+        /// <param name="model">The model whose generations follow it.</param>
+        /// <param name="grammar">The grammar, whose rule root is the whole text.</param>
+        public static Grammar Gbnf(Model model, string grammar) => new Grammar(model, GrammarKind.Gbnf, grammar, nameof(grammar));
 
         /// <summary>One of several texts.</summary>
         /// <param name="model">The model whose generations follow it.</param>

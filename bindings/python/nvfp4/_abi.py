@@ -347,6 +347,8 @@ CHOICES: Dict[str, Dict[str, int]] = {
         "lark": 2,
         # Texts of which one is generated, as a JSON array of strings.
         "choices": 3,
+        # A context-free grammar in GBNF, as llama.cpp reads it. Its rule `root` is the whole text.
+        "gbnf": 4,
     },
     # Kinds of events in a generation.
     "event": {

@@ -48,7 +48,7 @@ Finish = Literal["stop", "stop_string", "length", "context", "cancelled", "deadl
 # Policy for holding tool calls of an answer to their tools' schemas.
 ToolCalls = Literal["free", "held", "required"]
 # Kind of a grammar's source.
-GrammarKind = Literal["json_schema", "regex", "lark", "choices"]
+GrammarKind = Literal["json_schema", "regex", "lark", "choices", "gbnf"]
 # Kinds of text in an answer.
 Part = Literal["content", "reasoning", "tool_call"]
 # The rows of a text that make its embedding.

@@ -428,7 +428,7 @@ class Grammar(Handle):
     _pickles = "pass the source, and compile it in each process"
 
     def __init__(self, model, source, kind="json_schema"):
-        """`source` is the text of a JSON schema, of a regular expression (regex), of a grammar (lark), or a JSON array (choices)."""
+        """`source` is the text of a JSON schema, of a regular expression (regex), of a grammar (lark, gbnf), or a JSON array (choices)."""
         how = native.options(native.GrammarOptions, {"kind": kind})
         self._as_parameter_ = native.value_out(
             ctypes.c_void_p, lib.grammar_create, model, ctypes.byref(how), *native.text_in(source))
@@ -447,6 +447,11 @@ class Grammar(Handle):
     def lark(cls, model, grammar):
         """Text of a context-free grammar, in the dialect of Lark that llguidance reads."""
         return cls(model, grammar, "lark")
+
+    @classmethod
+    def gbnf(cls, model, grammar):
+        """Text of a context-free grammar in GBNF, as llama.cpp reads it, whose rule `root` is the whole text."""
+        return cls(model, grammar, "gbnf")
 
     @classmethod
     def choices(cls, model, texts):

@@ -8,6 +8,7 @@ use llguidance::TokenParser;
 use llguidance::api::TopLevelGrammar;
 use serde_json::Value;
 
+use super::gbnf::{self, Lowered};
 use super::limits::{LONGEST, LONGEST_SOURCE, MEMORY, MOST_GIVEN_UP, STACK};
 use super::message::{on_regex, one_line};
 use super::regex;
@@ -26,7 +27,8 @@ enum Owned {
     Schema(String),
     /// A regular expression, also that of choices.
     Regex(TopLevelGrammar),
-    Lark(TopLevelGrammar),
+    Lark(String),
+    Gbnf(String),
 }
 
 /// The parser of `source` before its first token.
@@ -85,7 +87,8 @@ fn check_size(source: GrammarSource<'_>) -> Result<()> {
     let bytes = match source {
         GrammarSource::JsonSchema(text)
         | GrammarSource::Regex(text)
-        | GrammarSource::Lark(text) => text.len(),
+        | GrammarSource::Lark(text)
+        | GrammarSource::Gbnf(text) => text.len(),
         GrammarSource::Choices(choices) => choices.iter().map(String::len).sum(),
     };
     if bytes > LONGEST_SOURCE {
@@ -105,7 +108,8 @@ fn owned(source: GrammarSource<'_>) -> Result<Owned> {
             regex::check(text).map_err(|e| e.within(source.name()))?;
             Owned::Regex(TopLevelGrammar::from_regex(text))
         }
-        GrammarSource::Lark(text) => Owned::Lark(TopLevelGrammar::from_lark(text.to_owned())),
+        GrammarSource::Lark(text) => Owned::Lark(text.to_owned()),
+        GrammarSource::Gbnf(text) => Owned::Gbnf(text.to_owned()),
         GrammarSource::Choices(choices) => {
             if choices.is_empty() {
                 bail!(
@@ -125,10 +129,30 @@ fn owned(source: GrammarSource<'_>) -> Result<Owned> {
     })
 }
 
+/// A GBNF grammar as one that can be compiled.
+fn lowered(text: &str) -> Result<TopLevelGrammar> {
+    Ok(match gbnf::lower(text)? {
+        Lowered::Regex(text) => {
+            regex::check_repetitions(&text)?;
+            TopLevelGrammar::from_regex(&text)
+        }
+        Lowered::Lark(grammar, pieces) => {
+            for piece in &pieces {
+                regex::check_repetitions(piece)?;
+            }
+            TopLevelGrammar::from_lark(grammar)
+        }
+    })
+}
+
 fn built(vocabulary: &GrammarVocabulary, source: Owned, allowed: Duration) -> Result<TokenParser> {
-    let is_regex = matches!(source, Owned::Regex(_));
+    let is_like_gbnf = matches!(&source, Owned::Lark(text) if text.contains("::="));
+    // The user has not written the grammar that a message of the compiler has a place in.
+    let is_made = matches!(source, Owned::Regex(_) | Owned::Gbnf(_));
     let (grammar, schema) = match source {
-        Owned::Regex(grammar) | Owned::Lark(grammar) => (grammar, None),
+        Owned::Regex(grammar) => (grammar, None),
+        Owned::Lark(text) => (TopLevelGrammar::from_lark(text), None),
+        Owned::Gbnf(text) => (lowered(&text)?, None),
         Owned::Schema(text) => {
             let schema: Value =
                 serde_json::from_str(&text).map_err(|e| err!(InvalidArgument, "{e}"))?;
@@ -139,12 +163,15 @@ fn built(vocabulary: &GrammarVocabulary, source: Owned, allowed: Duration) -> Re
     };
     let parser = vocabulary.factory().create_parser(grammar);
     let mut parser = parser.map_err(|e| {
-        let message = one_line(&format!("{e:#}"));
+        let mut message = one_line(&format!("{e:#}"));
+        if is_like_gbnf {
+            message += "; a grammar that defines rules by '::=' is of the kind GBNF";
+        }
         let place =
             schema.and_then(|schema| schema::place(vocabulary, &schema, &message, allowed / 2));
         match place {
             Some(place) => err!(InvalidArgument, "{place}: {message}"),
-            None if is_regex => err!(InvalidArgument, "{}", on_regex(&message)),
+            None if is_made => err!(InvalidArgument, "{}", on_regex(&message)),
             None => err!(InvalidArgument, "{message}"),
         }
     })?;

@@ -1,8 +1,9 @@
-//! Grammars: the texts that a generation may have, as a JSON schema, a regular expression, a Lark grammar or a list of choices. A grammar is
+//! Grammars: the texts that a generation may have, as a JSON schema, a regular expression, a Lark or GBNF grammar or a list of choices. A grammar is
 //! compiled once for a vocabulary; each generation follows it in a state of its own, which says which tokens may come next. The crate
 //! `llguidance` does the work, within limits of time and memory.
 
 mod compile;
+mod gbnf;
 mod limits;
 mod masks;
 mod message;

@@ -148,6 +148,134 @@ fn each_kind_allows_what_fits_it() {
 }
 
 #[test]
+fn gbnf_allows_what_llama_cpp_allows() {
+    let check_gbnf = |source: &str, good: &[&str], bad: &[&str]| {
+        check(GrammarSource::Gbnf(source), good, bad);
+    };
+    // Regular ones: names, escapes, classes, repetitions, comments, ends of lines.
+    check_gbnf(
+        "# A list.\nroot  ::= item+ # one or more\n\nitem ::= \"- \" [^\\r\\n\\x0b]+ \"\\n\"\n",
+        &["- a\n", "- a/\\\"é\n- b\n"],
+        &["", "- \n", "- a", "-a\n"],
+    );
+    check_gbnf(
+        "root ::= (\"yes\" |\n \"no\"\n) [.!\\]\\u00e9-]? tail{2,3}\ntail ::= . | \"\"",
+        &["yes", "no.", "yes]..", "noé", "no-\n🦀b"],
+        &["yesnoooo", "no!abcd", "ye"],
+    );
+    check_gbnf(
+        "root ::= a{2} b{,2} c{2,}\r\na ::= \"a\"\r\nb ::= [b-d]\nc ::= \"/\"*",
+        &["aa", "aabd", "aa//"],
+        &["a", "aaa", "aabbb"],
+    );
+    // A rule may refer to itself at its end, as llama.cpp's white space does.
+    check_gbnf(
+        "root ::= \"a\" ws \"b\" list\nws ::= ([ \\t] ws)?\nlist ::= \"c\" | \"c,\" list | \"d,\" list",
+        &["abc", "a \t bc,d,c"],
+        &["a", "abc,", "a\nbc", "abd"],
+    );
+    // Others are context-free: the JSON of llama.cpp, and a sum that refers to itself at its beginning.
+    let json = r#"
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"#;
+    check_gbnf(
+        json,
+        &[
+            "{}",
+            "{ \"a\": [1, -2.5e-3, [] ], \"b\\u00e9\":{\"c\":\ntrue}} ",
+            r#"{"a": [null,"é"]}"#,
+        ],
+        &["", "[]", "{\"a\"}", "{\"a\": 01}", "{\"a\": [1,]}", "{} }"],
+    );
+    check_gbnf(
+        "root ::= root [-+] term | term\nterm ::= [0-9]+ | \"(\" root \")\"",
+        &["1", "1+23-4", "(1+(2))-3"],
+        &["", "1+", "(1", "1)", "()"],
+    );
+    check_gbnf(
+        "root ::= (\"<\" root{1,2} \">\")? \"x\" more?\nmore ::= root \"y\"",
+        &["x", "<x>x", "<xx>xxy", "<<x>x>x"],
+        &["<>x", "xy", "<xxx>x"],
+    );
+}
+
+#[test]
+fn wrong_gbnf_is_refused_with_its_place() {
+    let refused = |source, words| expect_kind(grammar(source), ErrorKind::InvalidArgument, words);
+    for (source, words) in [
+        ("", "no rule is named 'root'"),
+        ("a ::= \"b\"", "no rule is named 'root'"),
+        (
+            "root ::= \"a\"\n  other",
+            "line 2, column 8: '::=' is expected after the name 'other'",
+        ),
+        (
+            "root ::= a b\na ::= \"x\"",
+            "line 1, column 12: rule 'b' is not defined",
+        ),
+        (
+            "root ::= \"a\"\nroot ::= \"b\"",
+            "line 2, column 1: rule 'root' is defined a second time",
+        ),
+        ("root ::= \"a", "line 1, column 10: this literal has no end"),
+        ("root ::= é\"", "line 1, column 10: a literal, a class"),
+        ("root ::= [a", "line 1, column 10: this class has no end"),
+        ("root ::= []", "this class has no character"),
+        (
+            "root ::= [z-a]",
+            "line 1, column 13: a range from 'z' to 'a' has no character",
+        ),
+        (
+            "root ::= (\"a\"",
+            "line 1, column 10: this group has no end",
+        ),
+        ("root ::= (\"a\" ]", "or ')' is expected"),
+        (
+            "root ::= \"a\"{2",
+            "line 1, column 13: a repetition is written {3}",
+        ),
+        ("root ::= \"a\"{3,2}", "a repetition is written {3}"),
+        ("root ::= \"\\q\"", "line 1, column 11: '\\q' is no escape"),
+        (
+            "root ::= \"\\ud800\"",
+            "4 hexadecimal digits of a character",
+        ),
+        ("root ::= \"\\x4\"", "2 hexadecimal digits"),
+        (
+            "root ::= <think>",
+            "line 1, column 10: tokens of a model are not supported",
+        ),
+        ("root ::= \"a\" %", "line 1, column 14: a literal"),
+        ("root ::= \"a\"{100000000}", "repetitions make"),
+    ] {
+        refused(GrammarSource::Gbnf(source), words);
+    }
+    let deep = format!("root ::= {}\"a\"{}", "(".repeat(51), ")".repeat(51));
+    refused(GrammarSource::Gbnf(&deep), "more than 50 groups");
+    // Each rule has the last one twice in it.
+    let wide: String = (0..40)
+        .map(|i| format!("r{i} ::= r{} r{}\n", i + 1, i + 1))
+        .collect();
+    let wide = format!("root ::= r0\n{wide}r40 ::= \"a\"");
+    refused(
+        GrammarSource::Gbnf(&wide),
+        "regular expressions of more than",
+    );
+    // A user of one who takes it for the other.
+    refused(GrammarSource::Lark("root ::= \"a\""), "kind GBNF");
+}
+
+#[test]
 fn forced_tokens_are_those_of_masks() {
     let schema = json!({
         "type": "object",
