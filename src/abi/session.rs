@@ -8,13 +8,13 @@
 //! LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
 //! `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
 //! defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
-//! stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies; the host's own
+//! stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies those of tokens in its window; the host's own
 //! `logits_processor` changes the result as it likes, except that what the grammar excludes stays excluded. Then come `temperature`, `top_k`,
 //! `top_p` and `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this.
 //! Log-probabilities are those of the model's own logits.
 //!
-//! On a GPU each choice copies its logits to the host if biases, penalties by count, bad words or a processor are set; a grammar alone excludes
-//! tokens on the device. A generation with any of these drafts nothing. A choice from logits in host memory copies 4 bytes for each token
+//! On a GPU each choice copies its logits to the host if biases, penalties by count, bad words, a `repetition_window` or a processor are set; a
+//! grammar alone excludes tokens on the device. A generation with any of these drafts nothing. A choice from logits in host memory copies 4 bytes for each token
 //! of the vocabulary, and with a processor reads them once more to check them.
 
 use std::cell::OnceCell;
@@ -353,12 +353,15 @@ pub struct NVFP4_GenerateOptions {
     /// tokenizer and their vocabularies differ in size. Without memory for its keys and values the generation goes on without drafts and
     /// logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
     pub draft_model: *const NVFP4_Model,
+    /// Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far as they reach. A
+    /// generation with a window drafts nothing. Default: 0, all tokens of the session.
+    pub repetition_window: usize,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerateOptions {
     const NAME: &'static str = "NVFP4_GenerateOptions";
-    const EARLIER: &'static [usize] = &[104, 120, 200];
+    const EARLIER: &'static [usize] = &[104, 120, 200, 208];
     fn defaults() -> Self {
         let defaults = GenerateOptions::default();
         NVFP4_GenerateOptions {
@@ -395,6 +398,7 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             logits_processor: None,
             logits_user: std::ptr::null_mut(),
             draft_model: std::ptr::null(),
+            repetition_window: 0,
         }
     }
 }
@@ -493,6 +497,10 @@ impl NVFP4_GenerateOptions {
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             bad_words,
+            repetition_window: match self.repetition_penalty {
+                1.0 => 0,
+                _ => self.repetition_window,
+            },
             processor: self.processor(index),
         })
     }

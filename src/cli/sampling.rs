@@ -31,6 +31,9 @@ pub(super) struct SamplingArgs {
     /// Above 1, tokens that have occurred already become less probable
     #[arg(long)]
     repetition_penalty: Option<f32>,
+    /// Tokens at the end that the repetition penalty counts, the prompt's among them; 0 means all
+    #[arg(long, default_value_t = 0)]
+    repetition_window: usize,
     /// The same seed gives the same answer; without it each answer has a new one
     #[arg(long)]
     seed: Option<u64>,
@@ -85,6 +88,9 @@ impl SamplingArgs {
             draft_model: draft,
             ..GenerateOptions::default()
         };
+        if options.sampling.repetition_penalty != 1.0 {
+            options.adjustments.repetition_window = self.repetition_window;
+        }
         self.grammar.add_to(&mut options, model)?;
         Ok(options)
     }

@@ -21,6 +21,8 @@ pub struct LogitAdjustments {
     /// Token sequences that are not completed: where all but the last token of one are the end of the session's tokens, its last token is
     /// excluded.
     pub bad_words: Vec<Vec<u32>>,
+    /// Tokens at the session's end that the repetition penalty counts; 0 for all.
+    pub repetition_window: usize,
     /// A host's own change of the result. The repetition penalty then applies before it, and it sees minus infinity for tokens that a grammar
     /// excludes, which stay excluded.
     pub processor: Option<LogitsProcessor>,
@@ -32,6 +34,7 @@ impl LogitAdjustments {
         self.bias.is_empty()
             && self.bad_words.is_empty()
             && !self.counts_tokens()
+            && self.repetition_window == 0
             && self.processor.is_none()
     }
 
@@ -185,7 +188,15 @@ impl<'a> Adjuster<'a> {
     pub(super) fn unpenalized<'t>(&self, tokens: &'t [u32]) -> &'t [u32] {
         match self.has_processor() {
             true => &[],
-            false => tokens,
+            false => self.window(tokens),
+        }
+    }
+
+    /// The tokens among `tokens` that a repetition penalty counts.
+    fn window<'t>(&self, tokens: &'t [u32]) -> &'t [u32] {
+        match self.adjustments.repetition_window {
+            0 => tokens,
+            window => &tokens[tokens.len().saturating_sub(window)..],
         }
     }
 
@@ -208,7 +219,8 @@ impl<'a> Adjuster<'a> {
             }
         };
         if self.repetition_penalty != 1.0 {
-            penalize(logits, tokens, self.repetition_penalty, &mut Vec::new());
+            let counted = self.window(tokens);
+            penalize(logits, counted, self.repetition_penalty, &mut Vec::new());
         }
         exclude(logits);
         processor.process(logits, own, &self.generated, tokens.len())?;
@@ -237,10 +249,48 @@ impl<'a> Adjuster<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::ControlFlow;
+
     use super::*;
     use crate::base::ErrorKind;
 
     const NEVER: f32 = f32::NEG_INFINITY;
+
+    #[test]
+    fn the_repetition_penalty_counts_the_tokens_of_its_window() {
+        let tokens = [4, 1, 2];
+        for (window, counted) in [(0, 3), (1, 1), (2, 2), (3, 3), (usize::MAX, 3)] {
+            let mut adjustments = LogitAdjustments {
+                bias: vec![(0, 1.0)],
+                repetition_window: window,
+                ..LogitAdjustments::default()
+            };
+            let sampling = SamplingOptions {
+                repetition_penalty: 2.0,
+                ..SamplingOptions::GREEDY
+            };
+            let adjuster = Adjuster::new(&adjustments, &sampling).unwrap();
+            assert_eq!(adjuster.unpenalized(&tokens), &tokens[3 - counted..]);
+            // Before a processor it applies here.
+            adjustments.processor = Some(LogitsProcessor::new(|_, _| ControlFlow::Continue(())));
+            let mut adjuster = Adjuster::new(&adjustments, &sampling).unwrap();
+            assert!(adjuster.unpenalized(&tokens).is_empty());
+            let mut expected = [1.0; 5];
+            expected[0] = 2.0;
+            for &token in &tokens[3 - counted..] {
+                expected[token as usize] = 0.5;
+            }
+            assert_eq!(
+                adjuster.adjusted(&[1.0; 5], &tokens, None).unwrap(),
+                expected
+            );
+        }
+        let window = LogitAdjustments {
+            repetition_window: 64,
+            ..LogitAdjustments::default()
+        };
+        assert!(Adjuster::new(&window, &SamplingOptions::GREEDY).is_some());
+    }
 
     #[test]
     fn the_formula_of_biases_and_penalties() {

@@ -766,6 +766,7 @@ static partial class Tests
         }
         Throws<Nvfp4ArgumentException>(() => Grammar.JsonSchema(model, "{\"type\": 3}"), "JSON schema");
         Throws<Nvfp4ArgumentException>(() => Grammar.Regex(model, "(a"), "byte 0");
+        Same(64L, new GenerateOptions { RepetitionWindow = 64 }.RepetitionWindow);
         Throws<Nvfp4ArgumentException>(() => Grammar.Lark(model, "start: nothing"), "Lark");
         Throws<Nvfp4ArgumentException>(() => Grammar.Gbnf(model, "root ::= nothing"), "line 1, column 10: rule 'nothing'");
         using (var gbnf = Grammar.Gbnf(model, "root ::= \"a\" root \"b\" | \"c\""))

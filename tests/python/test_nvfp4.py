@@ -1594,6 +1594,13 @@ class Conversations(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "cancel= takes a Cancel, not 3"):
             session.prefill([300], cancel=3)
 
+    def test_repetition_window(self):
+        """The penalty counts the last tokens alone."""
+        session = self.model.session()
+        session.prefill([300, 301, 302])
+        chosen = [session.sample(logit_bias={300: 1e9, 299: 1e8}, repetition_penalty=1e6, repetition_window=window) for window in range(5)]
+        self.assertEqual(chosen, [299, 300, 300, 299, 299])
+
     def test_grammars(self):
         """The thought is free, and the answer fits."""
         schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 20}}, "required": ["n"],

@@ -34,7 +34,16 @@ fn adjustments(model: &Served, seed: u32) -> LogitAdjustments {
             .map(|i| vec![i, (i * 31 + seed) % vocabulary])
             .chain([vec![token(3)], vec![token(1), token(2), token(4)]])
             .collect(),
+        repetition_window: 2 * seed as usize,
         processor: None,
+    }
+}
+
+/// The tokens that a repetition penalty counts.
+fn counted<'a>(how: &LogitAdjustments, tokens: &'a [u32]) -> &'a [u32] {
+    match how.repetition_window {
+        0 => tokens,
+        window => &tokens[tokens.len().saturating_sub(window)..],
     }
 }
 
@@ -80,7 +89,8 @@ fn by_hand(session: &mut Session, how: &GenerateOptions) -> Vec<u32> {
     while session.len() < first + how.max_tokens {
         let tokens = session.tokens().to_vec();
         let logits = adjusted(&how.adjustments, session.logits().unwrap(), &tokens, first);
-        let token = sampler.sample_within(&logits, &tokens, None).unwrap();
+        let counted = counted(&how.adjustments, &tokens);
+        let token = sampler.sample_within(&logits, counted, None).unwrap();
         session.decode(token).unwrap();
     }
     session.tokens()[first..].to_vec()
@@ -193,7 +203,8 @@ fn steps_and_samples_choose_from_adjusted_logits() {
             let mut sampler = Sampler::new(choice.sampling)
                 .unwrap()
                 .after(session.appended());
-            let token = sampler.clone().sample(&logits, &tokens).unwrap();
+            let counted = counted(choice.adjustments, &tokens);
+            let token = sampler.clone().sample(&logits, counted).unwrap();
             let sampled = session.sample_adjusted(&mut sampler, choice.adjustments, None);
             assert_eq!(sampled.unwrap(), token);
             want.push(token);

@@ -195,6 +195,9 @@ module Generate =
     /// Makes tokens that have occurred less likely.
     let repetitionPenalty value = changed (fun o -> o.RepetitionPenalty <- value)
 
+    /// Tokens at the end of the session that the repetition penalty counts; 0 for all.
+    let repetitionWindow value = changed (fun o -> o.RepetitionWindow <- value)
+
     /// Subtracted from the logits of tokens that the generation has at least once.
     let presencePenalty value = changed (fun o -> o.PresencePenalty <- value)
 

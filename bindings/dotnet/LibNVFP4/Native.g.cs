@@ -626,6 +626,9 @@ namespace LibNVFP4
         // of the two has no tokenizer and their vocabularies differ in size. Without memory for its keys and values the generation goes on
         // without drafts and logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
         internal IntPtr DraftModel;
+        // Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far as they reach.
+        // A generation with a window drafts nothing. Default: 0, all tokens of the session.
+        internal UIntPtr RepetitionWindow;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.

@@ -397,6 +397,9 @@ namespace LibNVFP4
             }
         }
 
+        /// <summary>Tokens at the end of the session that <see cref="RepetitionPenalty"/> counts, such as 64; the prompt's are among them as far as they reach. Default: 0, all tokens of the session.</summary>
+        public long RepetitionWindow { get => Interop.Long(Raw.RepetitionWindow); set => Raw.RepetitionWindow = Interop.Size(value); }
+
         /// <summary>The most tokens to generate. With 0 a prompt is run and nothing is generated. Default: as many as fit in the context.</summary>
         public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }
 

@@ -1144,6 +1144,8 @@ class GenerateOptions(Structure):
       guesses nothing then. Not together with `prompt_lookup`. NVFP4_INVALID_ARGUMENT if a token has another text in the draft model, or if
       one of the two has no tokenizer and their vocabularies differ in size. Without memory for its keys and values the generation goes on
       without drafts and logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
+    - `repetition_window`: Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far
+      as they reach. A generation with a window drafts nothing. Default: 0, all tokens of the session.
     """
 
     _fields_ = [
@@ -1180,6 +1182,7 @@ class GenerateOptions(Structure):
         ("logits_processor", c_void_p),
         ("logits_user", c_void_p),
         ("draft_model", c_void_p),
+        ("repetition_window", c_size_t),
     ]
 
 

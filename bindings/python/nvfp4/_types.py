@@ -262,6 +262,9 @@ class GenerateOptions(TypedDict, total=False):
     # unless the model is `deterministic`. The model's drafter drafts nothing then. Not together with a number of `drafts`. Default: 0,
     # which looks nothing up.
     prompt_lookup: Optional[int]
+    # Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far as they reach. A
+    # generation with a window drafts nothing. Default: 0, all tokens of the session.
+    repetition_window: Optional[int]
 
 
 class ChatOptions(TypedDict, total=False):

@@ -492,7 +492,8 @@ class Session(Handle):
     the model was made for unless told), kv_type (float16, float32), eviction (error, drop_oldest, sliding_window), keep (tokens at the
     beginning that stay), drop (tokens that a sliding window drops at a time; half unless told), system, adapter (an Adapter of the model).
 
-    Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty, seed (a new one
+    Options of a generation: temperature, top_k, top_p (0 takes the argmax), min_p, repetition_penalty,
+    repetition_window (tokens at the session's end that the penalty counts; all unless told), seed (a new one
     unless told), max_tokens (unless told, as many as there is room for), stop (tokens and strings, or one of them; a string may
     name a special token), ignore_model_stops, replay, log_probabilities (of each token, in the pieces), top_log_probabilities (of
     so many most probable tokens too), drafts (tokens that the

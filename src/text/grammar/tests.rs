@@ -271,7 +271,7 @@ fn wrong_gbnf_is_refused_with_its_place() {
         GrammarSource::Gbnf(&wide),
         "regular expressions of more than",
     );
-    // A user of one who takes it for the other.
+    // GBNF that is given as Lark.
     refused(GrammarSource::Lark("root ::= \"a\""), "kind GBNF");
 }
 

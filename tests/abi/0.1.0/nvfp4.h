@@ -1447,6 +1447,11 @@ typedef struct NVFP4_GenerateOptions {
      * logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
      */
     const NVFP4_Model *draft_model;
+    /**
+     * Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far as they reach. A
+     * generation with a window drafts nothing. Default: 0, all tokens of the session.
+     */
+    size_t repetition_window;
 } NVFP4_GenerateOptions;
 
 /**
@@ -3101,13 +3106,13 @@ NVFP4_Status NVFP4_adapter_release(NVFP4_Adapter *adapter);
  * LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
  * `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
  * defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
- * stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies; the host's own
+ * stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies those of tokens in its window; the host's own
  * `logits_processor` changes the result as it likes, except that what the grammar excludes stays excluded. Then come `temperature`, `top_k`,
  * `top_p` and `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this.
  * Log-probabilities are those of the model's own logits.
  *
- * On a GPU each choice copies its logits to the host if biases, penalties by count, bad words or a processor are set; a grammar alone excludes
- * tokens on the device. A generation with any of these drafts nothing. A choice from logits in host memory copies 4 bytes for each token
+ * On a GPU each choice copies its logits to the host if biases, penalties by count, bad words, a `repetition_window` or a processor are set; a
+ * grammar alone excludes tokens on the device. A generation with any of these drafts nothing. A choice from logits in host memory copies 4 bytes for each token
  * of the vocabulary, and with a processor reads them once more to check them.
  */
 

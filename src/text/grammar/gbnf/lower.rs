@@ -12,7 +12,7 @@ use crate::base::error::bail;
 /// Most bytes of all regular expressions, into which the rules they refer to are copied.
 const LONGEST: usize = 1 << 20;
 
-/// What a grammar becomes.
+/// A grammar that `llguidance` compiles.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Lowered {
     /// The only regular expression.
