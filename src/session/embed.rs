@@ -203,7 +203,7 @@ impl<'m> Embedding<'m> {
             ),
             _ if count > most => err!(
                 ContextFull,
-                "{count} tokens, and the model takes {most}; shorten it, or allow that it is truncated"
+                "{count} tokens, and the model takes {most}; shorten it, or set truncate, which cuts it"
             ),
             _ if count <= self.skipped => err!(
                 InvalidArgument,
