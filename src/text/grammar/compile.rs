@@ -9,7 +9,7 @@ use llguidance::api::TopLevelGrammar;
 use serde_json::Value;
 
 use super::gbnf::{self, Lowered};
-use super::limits::{LONGEST, LONGEST_SOURCE, MEMORY, MOST_GIVEN_UP, STACK};
+use super::limits::{LONGEST, LONGEST_SOURCE, MEMORY, MOST_GIVEN_UP, MOST_RULES, STACK};
 use super::message::{on_regex, one_line};
 use super::regex;
 use super::schema;
@@ -140,9 +140,22 @@ fn lowered(text: &str) -> Result<TopLevelGrammar> {
             for piece in &pieces {
                 regex::check_repetitions(piece)?;
             }
-            TopLevelGrammar::from_lark(grammar)
+            lark(grammar)?
         }
     })
+}
+
+/// A Lark grammar. A rule begins on a line of its own, with its name and a colon; what stands in texts counts too.
+fn lark(text: String) -> Result<TopLevelGrammar> {
+    let rules = text.lines().filter(|line| line.contains(':')).count();
+    let groups = text.bytes().filter(|b| b"([".contains(b)).count();
+    if rules + groups > MOST_RULES {
+        bail!(
+            InvalidArgument,
+            "{rules} rules with {groups} groups, and at most {MOST_RULES} of both are compiled"
+        );
+    }
+    Ok(TopLevelGrammar::from_lark(text))
 }
 
 fn built(vocabulary: &GrammarVocabulary, source: Owned, allowed: Duration) -> Result<TokenParser> {
@@ -151,7 +164,7 @@ fn built(vocabulary: &GrammarVocabulary, source: Owned, allowed: Duration) -> Re
     let is_made = matches!(source, Owned::Regex(_) | Owned::Gbnf(_));
     let (grammar, schema) = match source {
         Owned::Regex(grammar) => (grammar, None),
-        Owned::Lark(text) => (TopLevelGrammar::from_lark(text), None),
+        Owned::Lark(text) => (lark(text)?, None),
         Owned::Gbnf(text) => (lowered(&text)?, None),
         Owned::Schema(text) => {
             let schema: Value =

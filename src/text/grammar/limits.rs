@@ -18,6 +18,8 @@ pub(super) const LONGEST_SOURCE: usize = 256 << 10;
 pub(super) const MOST_PROPERTIES: usize = 1000;
 /// Most parts of a regular expression, with those of what it repeats counted as often.
 pub(super) const MOST_PARTS: usize = 100_000;
+/// Most rules and groups of a Lark grammar. The compiler follows them into each other, by up to 4 KB of stack for each.
+pub(super) const MOST_RULES: usize = 3000;
 /// Most threads that were given up, each of which keeps up to [`MEMORY`]. Then no further grammar is compiled.
 pub(super) const MOST_GIVEN_UP: usize = 16;
 

@@ -252,6 +252,10 @@ fn wrong_gbnf_is_refused_with_its_place() {
         ),
         ("root ::= \"\\x4\"", "2 hexadecimal digits"),
         (
+            "root ::= \"a\"*?",
+            "line 1, column 14: a second operator needs parentheses",
+        ),
+        (
             "root ::= <think>",
             "line 1, column 10: tokens of a model are not supported",
         ),
@@ -443,6 +447,15 @@ fn compiling_is_limited() {
     refused(
         GrammarSource::JsonSchema(&wide),
         "/anyOf/0/properties: an object of 1001 properties",
+    );
+    // Rules that lead into each other take stack.
+    let chain: String = (0..8000)
+        .map(|i| format!("r{i}: \"a\" r{} | r0 \"x\"\n", i + 1))
+        .collect();
+    let chain = format!("start: r0\n{chain}r8000: \"b\"");
+    refused(
+        GrammarSource::Lark(&chain),
+        "8002 rules with 0 groups, and at most 3000",
     );
     let deep = format!("{}true{}", "{\"items\":".repeat(200), "}".repeat(200));
     refused(GrammarSource::JsonSchema(&deep), "recursion limit exceeded");

@@ -10,7 +10,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 
 /// Most bytes of all regular expressions, into which the rules they refer to are copied.
-const LONGEST: usize = 1 << 20;
+const LONGEST: usize = 4 << 20;
 
 /// A grammar that `llguidance` compiles.
 #[derive(Debug, PartialEq)]
@@ -131,6 +131,8 @@ pub(crate) fn lower(text: &str) -> Result<Lowered> {
         return Ok(Lowered::Regex(text.text));
     }
     let mut grammar = format!("start: r{root}\n");
+    let mut is_reached = vec![false; lowering.rules.len()];
+    is_reached[root] = true;
     let (mut reached, mut next) = (vec![root], 0);
     while let Some(&rule) = reached.get(next) {
         next += 1;
@@ -140,7 +142,7 @@ pub(crate) fn lower(text: &str) -> Result<Lowered> {
         references(&node, &mut named);
         named.retain(|&rule| lowering.regular[rule].is_none());
         for rule in named {
-            if !reached.contains(&rule) {
+            if !std::mem::replace(&mut is_reached[rule], true) {
                 reached.push(rule);
             }
         }

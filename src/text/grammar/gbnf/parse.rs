@@ -250,23 +250,24 @@ impl<'a> Reader<'a> {
         Ok(node)
     }
 
-    /// `node` with the operators after it.
-    fn repeated(&mut self, mut node: Node) -> Result<Node> {
-        loop {
-            let (least, most) = match self.peek() {
-                Some('*') => (0, None),
-                Some('+') => (1, None),
-                Some('?') => (0, Some(1)),
-                Some('{') => self.bounds()?,
-                _ => return Ok(node),
-            };
-            self.at += 1;
-            node = Node::Repeated {
-                node: Box::new(node),
-                least,
-                most,
-            };
+    /// `node` with the operator after it.
+    fn repeated(&mut self, node: Node) -> Result<Node> {
+        let (least, most) = match self.peek() {
+            Some('*') => (0, None),
+            Some('+') => (1, None),
+            Some('?') => (0, Some(1)),
+            Some('{') => self.bounds()?,
+            _ => return Ok(node),
+        };
+        self.at += 1;
+        if let Some('*' | '+' | '?' | '{') = self.peek() {
+            return Err(self.wrong("a second operator needs parentheses around the first"));
         }
+        Ok(Node::Repeated {
+            node: Box::new(node),
+            least,
+            most,
+        })
     }
 
     /// The numbers in braces, up to the closing one.
