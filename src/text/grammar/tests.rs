@@ -174,19 +174,19 @@ fn gbnf_allows_what_llama_cpp_allows() {
         &["abc", "a \t bc,d,c"],
         &["a", "abc,", "a\nbc", "abd"],
     );
-    // Others are context-free: the JSON of llama.cpp, and a sum that refers to itself at its beginning.
+    // Others are context-free: JSON, and a sum that refers to itself at its beginning.
     let json = r#"
-root   ::= object
-value  ::= object | array | string | number | ("true" | "false" | "null") ws
-object ::=
-  "{" ws (
-            string ":" ws value
-    ("," ws string ":" ws value)*
-  )? "}" ws
-array  ::= "[" ws ( value ("," ws value)* )? "]" ws
-string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
-number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
-ws ::= | " " | "\n" [ \t]{0,20}
+# White space comes before a value and after it.
+root    ::= gap any gap
+any     ::= record | list | text | figure | "true" | "false" | "null"
+record  ::= "{" gap (entry gap ("," gap entry gap)*)? "}"
+entry   ::= text gap ":" gap any
+list    ::= "[" gap (any gap ("," gap any gap)*)? "]"
+text    ::= "\"" letter* "\""
+letter  ::= [^"\\\x00-\x1f] | "\\" ([nt"\\] | "u" hex{4})
+hex     ::= [0-9a-fA-F]
+figure  ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [+-]? [0-9]+)?
+gap     ::= [ \t\n]*
 "#;
     check_gbnf(
         json,
@@ -194,8 +194,9 @@ ws ::= | " " | "\n" [ \t]{0,20}
             "{}",
             "{ \"a\": [1, -2.5e-3, [] ], \"b\\u00e9\":{\"c\":\ntrue}} ",
             r#"{"a": [null,"é"]}"#,
+            " 0",
         ],
-        &["", "[]", "{\"a\"}", "{\"a\": 01}", "{\"a\": [1,]}", "{} }"],
+        &["", "{\"a\"}", "{\"a\": 01}", "{\"a\": [1,]}", "{} }"],
     );
     check_gbnf(
         "root ::= root [-+] term | term\nterm ::= [0-9]+ | \"(\" root \")\"",

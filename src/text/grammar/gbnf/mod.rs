@@ -2,5 +2,7 @@
 
 mod lower;
 mod parse;
+#[cfg(test)]
+mod tests;
 
 pub(super) use self::lower::{Lowered, lower};
