@@ -11,6 +11,9 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use NVFP4::checkpoint::{PACKED_FILE, PackedFile, SourceFile};
+use NVFP4::model::open;
+
 const MODEL: &str = "tests/golden/model/qwen3_tied";
 
 struct Scratch(PathBuf);
@@ -47,13 +50,17 @@ impl Scratch {
 
     /// A model whose conversion takes some time: weights of zeros, which take no disk space.
     fn large_model(&self, name: &str) -> String {
-        const WIDE: u64 = 1 << 16;
+        self.model_of_zeros(name, 1 << 16)
+    }
+
+    /// A model with weights of zeros, whose intermediate size is `wide`.
+    fn model_of_zeros(&self, name: &str, wide: u64) -> String {
         const HIDDEN: u64 = 1 << 10;
         let (mut items, mut end) = (Vec::new(), 0);
         for (tensor, rows, cols) in [
-            ("layers.0.mlp.down_proj", HIDDEN, WIDE),
-            ("layers.0.mlp.gate_proj", WIDE, HIDDEN),
-            ("layers.0.mlp.up_proj", WIDE, HIDDEN),
+            ("layers.0.mlp.down_proj", HIDDEN, wide),
+            ("layers.0.mlp.gate_proj", wide, HIDDEN),
+            ("layers.0.mlp.up_proj", wide, HIDDEN),
             ("layers.0.self_attn.q_proj", HIDDEN, HIDDEN),
             ("layers.0.self_attn.k_proj", 128, HIDDEN),
             ("layers.0.self_attn.v_proj", 128, HIDDEN),
@@ -80,7 +87,7 @@ impl Scratch {
         let file = fs::File::options().write(true).open(path).unwrap();
         file.set_len(start.len() as u64 + end).unwrap();
         let config = format!(
-            r#"{{"model_type":"llama","hidden_size":{HIDDEN},"intermediate_size":{WIDE},"num_hidden_layers":1,"num_attention_heads":8,
+            r#"{{"model_type":"llama","hidden_size":{HIDDEN},"intermediate_size":{wide},"num_hidden_layers":1,"num_attention_heads":8,
                 "num_key_value_heads":1,"vocab_size":64,"max_position_embeddings":64,"rms_norm_eps":1e-6,"tie_word_embeddings":true}}"#
         );
         self.file(&format!("{name}/config.json"), config.as_bytes());
@@ -476,6 +483,57 @@ fn a_conversion_that_is_killed_leaves_nothing() {
     }
 }
 
+/// The files of the new model stay without names until its weights are packed.
+#[test]
+fn a_conversion_that_is_killed_while_it_packs_leaves_nothing() {
+    let scratch = Scratch::new("packing");
+    let large = scratch.model_of_zeros("large", 1 << 13);
+    let old = scratch.other_model("old");
+    let new = scratch.path("deep/new");
+    let before = scratch.listing();
+    let packing = |args: &[&str]| {
+        let child = started(&mut command(args), &scratch.0);
+        wait_until("the file of packed weights", || {
+            let fds = fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
+            let paths = fds.filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
+            let nameless = |p: &PathBuf| {
+                p.starts_with(&scratch.0) && p.to_string_lossy().ends_with(" (deleted)")
+            };
+            // Weights, config.json and hf_quant_config.json, and then another.
+            paths.filter(nameless).count() > 3
+        });
+        child
+    };
+    for (args, signal) in [
+        (&["quantize", &large, &new, "--packed"][..], libc::SIGKILL),
+        (&["quantize", &large, &new, "--packed"], libc::SIGINT),
+        (
+            &["quantize", &large, &old, "--packed", "--force"],
+            libc::SIGINT,
+        ),
+    ] {
+        let mut child = packing(args);
+        send(&child, signal);
+        assert_eq!(child.wait().unwrap().signal(), Some(signal), "{args:?}");
+        assert_eq!(scratch.listing(), before, "{args:?}");
+    }
+}
+
+/// The times of weights that are copied into place, without a name for what was written, are those that the packed weights have.
+#[test]
+fn packed_weights_are_current_however_a_file_gets_its_name() {
+    let scratch = Scratch::new("current");
+    for what in [None, Some(Without::NamelessFiles), Some(Without::Naming)] {
+        let out = scratch.path("out");
+        let mut quantize = command(&["quantize", MODEL, &out, "--packed", "--force"]);
+        what.into_iter().for_each(|w| without(&mut quantize, w));
+        succeeded(&quantize.output().unwrap());
+        let packed = PackedFile::open(&Path::new(&out).join(PACKED_FILE), 1);
+        let sources = SourceFile::all(&*open(Path::new(&out)).unwrap()).unwrap();
+        assert_eq!(packed.unwrap().unwrap().contents().sources, sources);
+    }
+}
+
 #[test]
 fn a_signal_that_is_ignored_stays_ignored() {
     let scratch = Scratch::new("nohup");
@@ -614,5 +672,20 @@ fn a_disk_that_is_full_leaves_the_old_model() {
         assert_eq!(output.status.code(), Some(1), "{said}");
         assert!(said.contains("model.safetensors"), "{said}");
         assert!(scratch.files() == before, "{blocks}");
+    }
+    // Room for the weights, but not for the packed ones.
+    let (wide, new) = ("tests/golden/model/qwen35moe_shared", scratch.path("new"));
+    for (out, more) in [(&new, "--keep-head"), (&old, "--force")] {
+        let output = Command::new("sh")
+            .arg("-c")
+            .arg("ulimit -f 400; exec \"$0\" \"$@\"")
+            .arg(env!("CARGO_BIN_EXE_nvfp4"))
+            .args(["quantize", wide, out, "--packed", "--tables", "nvfp4", more])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("packed.nvfp4"), "{said}");
+        assert!(scratch.files() == before && !Path::new(&new).exists());
     }
 }

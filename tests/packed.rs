@@ -5,18 +5,22 @@ mod common;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use NVFP4::base::directory;
 use NVFP4::base::files::{FileContent, GivenFiles};
 use NVFP4::base::memory::{self, Tag};
+use NVFP4::base::threads::Pool;
 use NVFP4::base::{ErrorKind, Result};
-use NVFP4::checkpoint::{PACKED_FILE, PackedFile};
+use NVFP4::checkpoint::{PACKED_FILE, PackedFile, SourceFile};
 use NVFP4::engine::capacity::{PlanOptions, plan};
 use NVFP4::engine::{NewTokens, Served};
-use NVFP4::format::nvfp4::QuantizeOptions;
+use NVFP4::format::nvfp4::{QuantizeOptions, Recipe};
+use NVFP4::model::convert::{Container, ConvertOptions, ConvertProgress, convert};
 use NVFP4::model::placement::needs_of;
 use NVFP4::model::{Device, KvType, LoadOptions, PackedUse, Scratch, Wanted, open, pack};
 use NVFP4::ops::DeviceKind;
@@ -169,6 +173,96 @@ fn quantizing_while_loading_maps_what_it_leaves() {
         assert_eq!(mapped.fingerprint(), own.fingerprint(), "{case}");
         assert_eq!(mapped.info().mapped_bytes, planned.mapped_bytes, "{case}");
     }
+}
+
+/// A conversion packs before its model is in place: one that ends on the way leaves nothing new, and the next one succeeds.
+#[test]
+fn a_conversion_appears_with_its_packed_weights_or_not_at_all() {
+    let dir = std::env::temp_dir().join(format!("nvfp4-packed-whole-{}", std::process::id()));
+    let _ = fs::remove_dir_all(&dir);
+    fs::create_dir_all(&dir).unwrap();
+    let scratch = Copy(dir);
+    let source = open(&golden("qwen3_untied")).unwrap();
+    let device = Device::cpu(Some(2)).unwrap();
+    let out = scratch.0.join("out");
+    let convert = |replace, stop: &dyn Fn(ConvertProgress<'_>) -> bool| {
+        let options = ConvertOptions {
+            replace,
+            packed: Some(device.clone()),
+            ..ConvertOptions::new(Container::ModelOpt, Recipe::Amax)
+        };
+        let (pool, mut last, mut is_stopped) = (Pool::new(2).unwrap(), (0, 1), false);
+        let report = convert(&*source, &out, &options, &pool, &mut |p| {
+            assert!(p.done >= last.0 && !is_stopped, "{p:?}");
+            last = (p.done, p.total);
+            is_stopped = stop(p);
+            match is_stopped {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        });
+        assert_eq!(report.is_ok(), last.0 == last.1 && !is_stopped);
+        report
+    };
+    let names = |dir: &Path| directory::names(dir).unwrap();
+    let first = |p: ConvertProgress<'_>| p.tensor == PACKED_FILE;
+    let last = |p: ConvertProgress<'_>| p.done == p.total;
+    for stop in [&first as &dyn Fn(ConvertProgress<'_>) -> bool, &last] {
+        for _ in 0..2 {
+            expect_kind(convert(false, stop), ErrorKind::Cancelled, PACKED_FILE);
+            assert_eq!(names(&scratch.0), [""; 0]);
+        }
+    }
+    let report = convert(false, &|_| false).unwrap().packed.unwrap();
+    let file = PackedFile::open(&out.join(PACKED_FILE), 1)
+        .unwrap()
+        .unwrap();
+    assert_eq!(report.file, out.join(PACKED_FILE));
+    file.verify().unwrap();
+    assert_eq!(report.bytes, file.mapping().len() as u64);
+    // The weights are as they were when they were packed, and are not compared with it.
+    let sources = SourceFile::all(&*open(&out).unwrap()).unwrap();
+    assert_eq!(file.contents().sources, sources);
+    load(&out, PackedUse::Required).unwrap();
+    let before = names(&out);
+    for stop in [&first as &dyn Fn(ConvertProgress<'_>) -> bool, &last] {
+        expect_kind(convert(true, stop), ErrorKind::Cancelled, PACKED_FILE);
+        assert_eq!(
+            (names(&scratch.0), names(&out)),
+            (vec!["out".into()], before.clone())
+        );
+        assert_eq!(SourceFile::all(&*open(&out).unwrap()).unwrap(), sources);
+    }
+    convert(true, &|_| false).unwrap();
+    assert_ne!(SourceFile::all(&*open(&out).unwrap()).unwrap(), sources);
+    load(&out, PackedUse::Required).unwrap();
+    // An empty directory is filled in place.
+    fs::remove_dir_all(&out).unwrap();
+    fs::create_dir(&out).unwrap();
+    expect_kind(convert(false, &last), ErrorKind::Cancelled, PACKED_FILE);
+    assert_eq!(names(&out), [""; 0]);
+    convert(false, &|_| false).unwrap();
+    assert_eq!(names(&out), before);
+    load(&out, PackedUse::Required).unwrap();
+}
+
+#[test]
+fn a_dat_has_no_packed_weights() {
+    let source = open(&golden("qwen3_untied")).unwrap();
+    let options = ConvertOptions {
+        packed: Some(Device::cpu(Some(1)).unwrap()),
+        ..ConvertOptions::new(Container::Dat, Recipe::Amax)
+    };
+    let place = std::env::temp_dir().join(format!("nvfp4-packed-{}.dat", std::process::id()));
+    let refused = convert(
+        &*source,
+        &place,
+        &options,
+        &Pool::new(1).unwrap(),
+        &mut |_| ControlFlow::Continue(()),
+    );
+    expect_kind(refused, ErrorKind::InvalidArgument, "not beside a .dat");
+    assert!(!place.exists());
 }
 
 #[test]

@@ -127,8 +127,8 @@ pub struct NVFP4_ConvertOptions {
     pub replace: i32,
     /// 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0.
     pub keep_head: i32,
-    /// Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration, and then in bytes of the
-    /// file of packed weights; NULL for neither. Default: NULL.
+    /// Cancels the call, and reports progress in bytes of the source and of what is packed, or in shares of the work of a calibration; NULL
+    /// for neither. Default: NULL.
     pub call: *const NVFP4_CallOptions,
     /// One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once.
     /// Default: #NVFP4_TABLES_AUTO.
@@ -138,9 +138,9 @@ pub struct NVFP4_ConvertOptions {
     /// How to calibrate. Codes and scales of linear weights are then chosen so that their products with the inputs that occur in text
     /// change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
     pub calibrate: *const NVFP4_CalibrateOptions,
-    /// 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them, which
-    /// processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source` itself,
-    /// nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
+    /// 1 to also write `packed.nvfp4` into the directory `destination`: the weights as the CPU's kernels read them, which processes that load
+    /// the model on the CPU share. The directory appears with it or not at all. If `destination` is `source` itself, nothing is quantized
+    /// and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
     pub packed: i32,
     /// Must be 0.
     pub reserved2: i32,
@@ -292,6 +292,9 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
             // SAFETY: as above.
             return unsafe { watched(options.call, || pack(source)) };
         }
+        if packed {
+            conversion.packed = Some(shared::device()?);
+        }
         let calibrate = match is_calibrated {
             // SAFETY: as above.
             true => Some(unsafe { self::options(options.calibrate)?.read() }?),
@@ -305,11 +308,7 @@ pub unsafe extern "C-unwind" fn NVFP4_model_convert(
                     calibrated(checkpoint.into(), destination, &conversion, device, how)
                 }
             };
-            written.map_err(|e| e.within(source.display()))?;
-            match packed {
-                true => pack(destination),
-                false => Ok(()),
-            }
+            written.map_err(|e| e.within(source.display()))
         };
         // SAFETY: as above.
         unsafe { watched(options.call, run) }

@@ -242,6 +242,18 @@ impl Temporary {
         self.file.sync_all().map_err(|e| self.failed("syncing", e))
     }
 
+    /// Its metadata, of which the size and the time of the last write stay when it is moved into place.
+    pub fn metadata(&self) -> Result<Metadata> {
+        self.file
+            .metadata()
+            .map_err(|e| self.failed("looking at", e))
+    }
+
+    /// Another handle to the file, for reading it before it is in place.
+    pub(super) fn opened(&self) -> Result<File> {
+        self.file.try_clone().map_err(|e| self.failed("opening", e))
+    }
+
     /// Moves the file into place. It must have been synced.
     pub fn commit(self) -> Result<()> {
         self.put(&self.place)
@@ -308,6 +320,7 @@ impl Temporary {
                 Err(e) => return Err(e),
             }
         }
+        copy.set_modified(self.file.metadata()?.modified()?)?;
         copy.sync_all()?;
         fs::rename(name.path(), path)
     }
@@ -379,7 +392,11 @@ fn replaced(place: &Path) -> Result<(PathBuf, Option<Metadata>)> {
 /// Creates a file in `folder` under a temporary name derived from `place`.
 fn named(folder: &Path, place: &Path) -> io::Result<(File, Leftover)> {
     Leftover::make(folder, place, |path| {
-        OpenOptions::new().write(true).create_new(true).open(path)
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(path)
     })
 }
 

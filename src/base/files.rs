@@ -3,11 +3,14 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fmt;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use super::error::{Error, bail, err};
-use super::{Result, directory, file};
+use super::file::{self, Temporary};
+use super::{Result, directory};
 
 /// The content of a file that the host gives. Threads read it at the same time.
 pub trait FileContent: Send + Sync {
@@ -32,6 +35,38 @@ impl FileContent for Vec<u8> {
 
     fn read(&self, at: u64, out: &mut [u8]) -> Result<()> {
         copy_from(self, at, out)
+    }
+}
+
+/// The content of a file that is not in its place yet.
+pub struct NewContent {
+    file: File,
+    size: u64,
+}
+
+impl NewContent {
+    /// The content that `file` has now.
+    pub fn of(file: &Temporary) -> Result<Self> {
+        Ok(NewContent {
+            file: file.opened()?,
+            size: file.metadata()?.len(),
+        })
+    }
+}
+
+impl FileContent for NewContent {
+    fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn in_memory(&self) -> Option<&[u8]> {
+        None
+    }
+
+    fn read(&self, at: u64, out: &mut [u8]) -> Result<()> {
+        self.file
+            .read_exact_at(out, at)
+            .map_err(|e| Error::io("reading a new file", e))
     }
 }
 

@@ -54,6 +54,11 @@ impl<'a> Writer<'a> {
     /// Begins the file at `path` with its header. `content` is the number of bytes that are expected after it, for which room is reserved.
     pub fn create(path: &Path, format: &Format, header: &[u8], content: u64) -> Result<Self> {
         let file = Temporary::create(path, size(header.len(), content))?;
+        Self::in_file(file, format, header, content)
+    }
+
+    /// As [`Writer::create`], in a file that has room for [`size`] bytes.
+    pub fn in_file(file: Temporary, format: &Format, header: &[u8], content: u64) -> Result<Self> {
         Self::begin(Target::File(Box::new(file)), format, header, content)
     }
 
@@ -129,16 +134,21 @@ impl<'a> Writer<'a> {
     }
 
     /// Appends the checksum, and puts a file in its place.
-    pub fn finish(mut self) -> Result<()> {
+    pub fn finish(self) -> Result<()> {
+        self.complete()?.map_or(Ok(()), Temporary::commit)
+    }
+
+    /// Appends the checksum. Returns the file, synced and not in its place yet, unless the bytes are in memory.
+    pub fn complete(mut self) -> Result<Option<Temporary>> {
         let sum = self.sum.finish();
         self.write(&sum.to_le_bytes())?;
         match self.target {
             Target::File(file) => {
                 file.cut(self.at)?;
                 file.sync()?;
-                file.commit()
+                Ok(Some(*file))
             }
-            Target::Memory(_) => Ok(()),
+            Target::Memory(_) => Ok(None),
         }
     }
 }

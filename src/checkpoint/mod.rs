@@ -46,7 +46,7 @@ pub use packed::{
     packed_place,
 };
 pub use write::{
-    DatWriter, ModelOptWriter, Planned, Writer, check_not_read, missing_companions,
+    DatWriter, ModelOptWriter, NewModel, Planned, Writer, check_not_read, missing_companions,
     write_companions,
 };
 

@@ -19,9 +19,10 @@ use twox_hash::XxHash3_64;
 
 use super::Checkpoint;
 use crate::base::error::{Error, bail, err};
+use crate::base::file::{self, Temporary};
 use crate::base::mapping::Mapping;
-use crate::base::sealed::{Format, Reader, Writer};
-use crate::base::{Result, alloc, call, file, memory};
+use crate::base::sealed::{self, Format, Reader, Writer};
+use crate::base::{Result, alloc, call, memory};
 use crate::tensor::WeightType;
 
 /// Name of the file in the model's directory.
@@ -61,13 +62,18 @@ impl SourceFile {
             let info = fs::metadata(path)
                 .map_err(|e| Error::io(format_args!("looking at {}", path.display()), e))?;
             let name = path.file_name().unwrap_or_default();
-            Ok(SourceFile {
-                name: name.to_string_lossy().into_owned(),
-                bytes: info.len(),
-                modified: (info.mtime(), info.mtime_nsec()),
-            })
+            Ok(SourceFile::new(&name.to_string_lossy(), &info))
         };
         checkpoint.files().into_iter().map(of).collect()
+    }
+
+    /// A file of this name with this metadata.
+    pub(super) fn new(name: &str, info: &fs::Metadata) -> SourceFile {
+        SourceFile {
+            name: name.to_owned(),
+            bytes: info.len(),
+            modified: (info.mtime(), info.mtime_nsec()),
+        }
     }
 }
 
@@ -131,7 +137,7 @@ fn offsets(sizes: impl Iterator<Item = u64>) -> Result<(Vec<u64>, u64)> {
     Ok((offsets, end))
 }
 
-/// Writes a file of packed weights. Dropped before [`PackedWriter::finish`], it leaves no file.
+/// Writes a file of packed weights.
 pub struct PackedWriter {
     writer: Writer<'static>,
     shapes: Vec<PackedShape>,
@@ -142,9 +148,10 @@ pub struct PackedWriter {
 }
 
 impl PackedWriter {
-    /// Begins the file at `path`, for matrices in the layout of this number and for checksums of some tables.
+    /// Begins the file that `create` creates, given the bytes for which it reserves room: for matrices in the layout of this number and for
+    /// checksums of some tables.
     pub fn create(
-        path: &Path,
+        create: impl FnOnce(u64) -> Result<Temporary>,
         layout: u32,
         sources: Vec<SourceFile>,
         shapes: Vec<PackedShape>,
@@ -163,7 +170,12 @@ impl PackedWriter {
         let json = serde_json::to_vec(&header)
             .map_err(|e| err!(Internal, "writing the header of packed weights: {e}"))?;
         let content = end.saturating_add(ALIGN + (count + 1) * SUM);
-        let mut writer = Writer::create(path, &FORMAT, &json, content)?;
+        let mut writer = Writer::in_file(
+            create(sealed::size(json.len(), content))?,
+            &FORMAT,
+            &json,
+            content,
+        )?;
         pad(&mut writer)?;
         Ok(PackedWriter {
             front: front(&json),
@@ -195,8 +207,8 @@ impl PackedWriter {
         Ok(())
     }
 
-    /// Completes the file with the checksums of the tables, and puts it in its place. Returns its size.
-    pub fn finish(mut self, tables: &[u64]) -> Result<u64> {
+    /// Completes the file with the checksums of the tables. Returns it, synced and not in its place yet, and its size.
+    pub fn complete(mut self, tables: &[u64]) -> Result<(Temporary, u64)> {
         if self.sums.len() != self.shapes.len() || tables.len() != self.tables {
             bail!(
                 Internal,
@@ -214,8 +226,10 @@ impl PackedWriter {
         }
         self.writer.write(&self.front.finish().to_le_bytes())?;
         let bytes = self.writer.at() + SUM;
-        self.writer.finish()?;
-        Ok(bytes)
+        match self.writer.complete()? {
+            Some(file) => Ok((file, bytes)),
+            None => Err(err!(Internal, "packed weights without a file")),
+        }
     }
 }
 
@@ -443,7 +457,7 @@ mod tests {
             sum.write(&s.to_le_bytes());
         }
         content.extend(sum.finish().to_le_bytes());
-        let size = crate::base::sealed::size(header.len(), content.len() as u64);
+        let size = sealed::size(header.len(), content.len() as u64);
         let mut bytes = vec![0; size as usize];
         let len = content.len() as u64;
         let mut writer = Writer::in_memory(&mut bytes, &FORMAT, header, len).unwrap();
@@ -481,12 +495,15 @@ mod tests {
         }];
         let shapes = vec![shape("a", 100), shape("b", 64)];
         let tables = vec!["t".to_owned()];
-        let mut writer = PackedWriter::create(&path, 7, sources.clone(), shapes, tables).unwrap();
+        let create = |len| Temporary::create(&path, len);
+        let mut writer = PackedWriter::create(create, 7, sources.clone(), shapes, tables).unwrap();
         writer.matrix(&[1; 100], 11).unwrap();
         expect_kind(writer.matrix(&[2; 63], 12), ErrorKind::Internal, "63");
         writer.matrix(&[2; 64], 12).unwrap();
         expect_kind(writer.matrix(&[3], 13), ErrorKind::Internal, "not planned");
-        let bytes = writer.finish(&[13]).unwrap();
+        let (new, bytes) = writer.complete(&[13]).unwrap();
+        assert!(!path.exists());
+        new.commit().unwrap();
         assert_eq!(bytes, fs::metadata(&path).unwrap().len());
         let file = PackedFile::open(&path, 7).unwrap().unwrap();
         file.verify().unwrap();

@@ -2,20 +2,19 @@
 
 use std::ffi::OsString;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use NVFP4::base::Result;
 use NVFP4::base::error::bail;
 use NVFP4::base::threads::Pool;
-use NVFP4::checkpoint::Checkpoint;
+use NVFP4::checkpoint::{Checkpoint, PACKED_FILE};
 use NVFP4::format::nvfp4;
 use NVFP4::model::convert::{Container, ConvertOptions, Tables, convert};
 use NVFP4::model::{Device, PackReport, is_same_directory, open, pack};
 use NVFP4::train::calibration::{self, Quantized, Stage, TextOptions};
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
-use serde::Serialize;
 
 use super::recipe::{RecipeName, TableForm};
 use super::{model, output};
@@ -135,7 +134,8 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let input = model::resolve(&args.input)?;
     if args.packed && is_same_directory(&input, &args.output) {
         args.check_only_packs()?;
-        let packed = pack_with_bar(&input, args)?;
+        let device = Device::cpu(args.threads)?;
+        let packed = output::with_byte_bar("packing", || pack(&input, &device))?;
         if args.json {
             return output::json(&packed);
         }
@@ -147,6 +147,10 @@ pub(super) fn run(args: &Args) -> Result<()> {
         None => Pool::default_threads()?,
     })?;
     let options = ConvertOptions {
+        packed: match args.packed {
+            true => Some(Device::cpu(args.threads)?),
+            false => None,
+        },
         tables: args.tables.map(Tables::from).unwrap_or_default(),
         narrow_tables: is_calibrated,
         keep_head: args.keep_head,
@@ -167,6 +171,9 @@ pub(super) fn run(args: &Args) -> Result<()> {
             let report = convert(&*source, &args.output, &options, &pool, &mut |p| {
                 bar.set_length(p.total);
                 bar.set_position(p.done);
+                if p.tensor == PACKED_FILE {
+                    bar.set_message("packing");
+                }
                 ControlFlow::Continue(())
             });
             bar.finish_and_clear();
@@ -178,30 +185,11 @@ pub(super) fn run(args: &Args) -> Result<()> {
             }
         }
     };
-    let packed = match args.packed {
-        true => Some(pack_with_bar(&args.output, args)?),
-        false => None,
-    };
     if args.json {
-        return output::json(&Written { found, packed });
+        return output::json(&found);
     }
     show(args, &found)?;
-    packed.iter().try_for_each(show_packed)
-}
-
-/// The result as JSON.
-#[derive(Serialize)]
-struct Written {
-    #[serde(flatten)]
-    found: Quantized,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    packed: Option<PackReport>,
-}
-
-/// Writes the packed weights of the model at `path`, with a bar.
-fn pack_with_bar(path: &Path, args: &Args) -> Result<PackReport> {
-    let device = Device::cpu(args.threads)?;
-    output::with_byte_bar("packing", || pack(path, &device))
+    found.report.packed.iter().try_for_each(show_packed)
 }
 
 fn show_packed(packed: &PackReport) -> Result<()> {

@@ -955,6 +955,13 @@ static void paths(const char *path, const char *scratch)
     OK(NVFP4_model_release(loaded));
 }
 
+/* Ends a call at its very end. */
+static int32_t stop_at_the_end(void *user, uint64_t done, uint64_t total)
+{
+    (void)user;
+    return done == total;
+}
+
 /* A conversion to packed weights, which loading then requires, and the same file for the model that is there. */
 static void packed_weights(const char *path, const char *scratch)
 {
@@ -968,8 +975,20 @@ static void packed_weights(const char *path, const char *scratch)
     NVFP4_ConvertOptions convert;
     OK(NVFP4_convert_options_init(&convert, sizeof convert));
     CHECK(convert.packed == 0);
-    convert.replace = 1;
     convert.packed = 1;
+    /* Packing comes last. A call that ends there leaves no model without its packed weights. */
+    NVFP4_CallOptions call;
+    OK(NVFP4_call_options_init(&call, sizeof call));
+    call.progress = stop_at_the_end;
+    convert.call = &call;
+    for (int i = 0; i < 2; i++) {
+        FAILS(NVFP4_CANCELLED, NVFP4_model_convert(path, strlen(path), place, strlen(place), &convert, NULL));
+        SAYS("packed.nvfp4");
+        NVFP4_Model *missing = NULL;
+        FAILS(NVFP4_NOT_FOUND, NVFP4_model_load(place, strlen(place), NULL, NULL, &missing));
+    }
+    convert.call = NULL;
+    convert.replace = 1;
     /* A host that does not know `packed`, whose struct ends before it. */
     convert.struct_size = offsetof(NVFP4_ConvertOptions, packed);
     OK(NVFP4_model_convert(path, strlen(path), place, strlen(place), &convert, NULL));

@@ -454,8 +454,8 @@ namespace LibNVFP4
         internal int Replace;
         // 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0.
         internal int KeepHead;
-        // Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration, and then in bytes of
-        // the file of packed weights; NULL for neither. Default: NULL.
+        // Cancels the call, and reports progress in bytes of the source and of what is packed, or in shares of the work of a calibration;
+        // NULL for neither. Default: NULL.
         internal NativeCallOptions* Call;
         // One of NVFP4_TABLES_*: format of the embedding and the output head. A tied head stays tied: the table is written once. Default:
         // #NVFP4_TABLES_AUTO.
@@ -465,10 +465,9 @@ namespace LibNVFP4
         // How to calibrate. Codes and scales of linear weights are then chosen so that their products with the inputs that occur in text
         // change least; a recipe is used only for weights that are not calibrated. NULL to quantize all weights by a recipe. Default: NULL.
         internal NativeCalibrateOptions* Calibrate;
-        // 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them,
-        // which processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source`
-        // itself, nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`.
-        // Default: 0.
+        // 1 to also write `packed.nvfp4` into the directory `destination`: the weights as the CPU's kernels read them, which processes that
+        // load the model on the CPU share. The directory appears with it or not at all. If `destination` is `source` itself, nothing is
+        // quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
         internal int Packed;
         // Must be 0.
         internal int Reserved2;

@@ -282,8 +282,9 @@ namespace LibNVFP4
         /// keeps beside the destination, with <c>.calibration</c> after its name. Null for weights that are quantized by themselves.
         /// </param>
         /// <param name="packed">
-        /// Also writes packed.nvfp4 into the directory, after the model: the weights as the CPU's kernels read them, which processes that load
-        /// the model on the CPU share. If the destination is the source itself, nothing is quantized and that file alone is written.
+        /// Also writes packed.nvfp4 into the directory: the weights as the CPU's kernels read them, which processes that load the model on the
+        /// CPU share. The directory appears with it or not at all. If the destination is the source itself, nothing is quantized and that
+        /// file alone is written.
         /// </param>
         public static void ConvertModel(string source, string destination, Container container = Container.ModelOpt,
             QuantizeOptions options = null, ProgressHandler progress = null, CancellationToken cancellation = default(CancellationToken),

@@ -185,9 +185,9 @@ class ConvertOptions(TypedDict, total=False):
     keep_head: Optional[bool]
     # One of Tables: format of the embedding and the output head. A tied head stays tied: the table is written once. Default: "auto".
     tables: Optional[Tables]
-    # 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them, which
-    # processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source` itself,
-    # nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
+    # 1 to also write `packed.nvfp4` into the directory `destination`: the weights as the CPU's kernels read them, which processes that load
+    # the model on the CPU share. The directory appears with it or not at all. If `destination` is `source` itself, nothing is quantized and
+    # that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
     packed: Optional[bool]
 
 

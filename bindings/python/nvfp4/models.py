@@ -392,9 +392,9 @@ def convert(source, destination, container="modelopt", quantize=None, progress=N
     Converts a model on disk to NVFP4 on disk. `container` is modelopt or dat. Options: replace (a directory that holds a model;
     without it one that is not empty is refused), tables (auto, bfloat16, int8, nvfp4: what embedding and head are written as; auto is
     int8 where the source has them in at most 8 bits and a directory is written, else 16 bits), keep_head (leaves the head, or the table
-    that it shares with the embedding, in its precision), packed (also writes packed.nvfp4 into the directory, after the model: the weights as
-    the CPU's kernels read them, which processes that load the model on the CPU share; if DESTINATION is SOURCE itself, nothing is quantized
-    and that file alone is written). The rest is as for Model.
+    that it shares with the embedding, in its precision), packed (also writes packed.nvfp4 into the directory, which appears with it or not at
+    all: the weights as the CPU's kernels read them, which processes that load the model on the CPU share; if DESTINATION is SOURCE itself,
+    nothing is quantized and that file alone is written). The rest is as for Model.
 
     `calibrate` True, or a dictionary of options, chooses codes and scales for which products with what the model makes of text differ
     least, and writes tables in int8 unless told. Its options: files (with text of the kinds that the model is used for, rows as for

@@ -21,7 +21,7 @@ use crate::format::nvfp4::{self, BLOCK};
 use crate::tensor::DType;
 
 pub use dat::DatWriter;
-pub use modelopt::ModelOptWriter;
+pub use modelopt::{ModelOptWriter, NewModel};
 
 /// A tensor to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]

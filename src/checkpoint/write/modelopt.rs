@@ -2,6 +2,7 @@
 //! `hf_quant_config.json`, and the tokenizer's files.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
@@ -12,8 +13,12 @@ use super::{
 use crate::base::Result;
 use crate::base::directory::NewDirectory;
 use crate::base::error::{bail, err};
+use crate::base::file::Temporary;
+use crate::base::files::{FileContent, GivenFiles, NewContent};
 use crate::checkpoint::folder::check_is_model;
-use crate::checkpoint::{Checkpoint, Encoding, Entry, Metadata, TokenizerSource, safetensors};
+use crate::checkpoint::{
+    Checkpoint, Encoding, Entry, Metadata, SourceFile, TokenizerSource, safetensors,
+};
 use crate::format::nvfp4::BLOCK;
 
 /// Name of the file with the weights.
@@ -24,6 +29,43 @@ pub struct ModelOptWriter {
     progress: Progress,
     directory: NewDirectory,
     files: Vec<(String, Vec<u8>)>,
+}
+
+/// A complete model directory that is not in its place yet. Dropped before [`NewModel::commit`], it leaves nothing behind.
+pub struct NewModel {
+    directory: NewDirectory,
+    files: Vec<(String, Temporary)>,
+}
+
+impl NewModel {
+    /// Its files, for opening the model.
+    pub fn contents(&self) -> Result<GivenFiles> {
+        let content = |(name, file): &(String, Temporary)| {
+            let content: Arc<dyn FileContent> = Arc::new(NewContent::of(file)?);
+            Ok((name.clone(), content))
+        };
+        GivenFiles::new(self.files.iter().map(content).collect::<Result<Vec<_>>>()?)
+    }
+
+    /// The files of its weights, as [`SourceFile::all`] describes them once they are in place.
+    pub fn weights(&self) -> Result<Vec<SourceFile>> {
+        let weights = self.files.iter().filter(|(name, _)| name == WEIGHTS);
+        weights
+            .map(|(name, file)| Ok(SourceFile::new(name, &file.metadata()?)))
+            .collect()
+    }
+
+    /// Creates another file of the directory, with `len` bytes of space reserved.
+    pub fn file(&self, name: &str, len: u64) -> Result<Temporary> {
+        self.directory.file(name, len)
+    }
+
+    /// Moves the directory into place, with another file of it that is synced.
+    pub fn commit(self, other: Option<Temporary>) -> Result<()> {
+        let files = self.files.into_iter().map(|(_, file)| file);
+        self.directory
+            .commit(other.into_iter().chain(files).collect())
+    }
 }
 
 /// A tensor of the safetensors file.
@@ -90,6 +132,25 @@ impl ModelOptWriter {
         self.files.retain(|(existing, _)| existing != name);
         self.files.push((name.to_owned(), content));
         Ok(())
+    }
+
+    /// Checks that every planned tensor is complete, and syncs all files.
+    pub fn complete(self) -> Result<NewModel> {
+        self.progress.check_complete()?;
+        let mut files = self
+            .files
+            .into_iter()
+            .map(|(name, content)| {
+                let file = self.directory.stage(&name, &content)?;
+                Ok((name, file))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        // The weights come last: their presence shows that the rest is complete.
+        files.push((WEIGHTS.to_owned(), self.progress.file));
+        Ok(NewModel {
+            directory: self.directory,
+            files,
+        })
     }
 
     /// Adds `hf_quant_config.json`, and `config.json` if the source has one. A model of only dense tensors has no quantization to describe,
@@ -318,14 +379,6 @@ impl Writer for ModelOptWriter {
     }
 
     fn finish(self: Box<Self>) -> Result<()> {
-        self.progress.check_complete()?;
-        let mut files = self
-            .files
-            .iter()
-            .map(|(name, content)| self.directory.stage(name, content))
-            .collect::<Result<Vec<_>>>()?;
-        // The weights come last: their presence shows that the rest is complete.
-        files.push(self.progress.file);
-        self.directory.commit(files)
+        self.complete()?.commit(None)
     }
 }

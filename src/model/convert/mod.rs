@@ -17,16 +17,17 @@ use self::plan::{Action, PlannedTensor, plan};
 use self::rows::{PART, PARTS, RowConverter};
 use super::load::rows_nvfp4;
 use super::tensors::{EMBEDDINGS, HEAD};
-use super::{check_loadable, text};
+use super::{PackReport, check_loadable, pack_new, text};
 use crate::base::error::{bail, err};
 use crate::base::file::folder_of;
 use crate::base::threads::Pool;
 use crate::base::{Result, call, memory};
 use crate::checkpoint::{
-    Checkpoint, DatWriter, Encoding, ModelOptWriter, Planned, TokenizerSource, Writer,
+    Checkpoint, DatWriter, Encoding, ModelOptWriter, PACKED_FILE, Planned, TokenizerSource, Writer,
     check_not_read, missing_companions, write_companions,
 };
 use crate::format::nvfp4::{BLOCK, Levels};
+use crate::ops::Device;
 use crate::text::Tokenizer;
 
 pub use options::{Container, ConvertOptions, Tables};
@@ -35,11 +36,11 @@ pub use quantized::Quantized;
 /// Progress of a conversion.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvertProgress<'a> {
-    /// The current tensor.
+    /// The current tensor; [`PACKED_FILE`] while that file is written.
     pub tensor: &'a str,
-    /// Source bytes processed.
+    /// Source bytes processed. Packing adds the bytes of the tensors that were written.
     pub done: u64,
-    /// Total source bytes.
+    /// Total.
     pub total: u64,
 }
 
@@ -64,6 +65,9 @@ pub struct ConvertReport {
     pub bytes_out: u64,
     /// Root mean square of the error over that of the weights that this conversion quantized to NVFP4.
     pub relative_error: f64,
+    /// The file of packed weights.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub packed: Option<PackReport>,
 }
 
 /// Converts `source` to `destination`: a directory, or a `.dat` file for [`Container::Dat`]. Norms and biases stay dense, and tables are
@@ -86,7 +90,10 @@ pub fn convert(
         );
     }
     let (metadata, files) = (source.metadata(), text_files(&source.metadata().tokenizer)?);
-    let mut writer = begin(source, destination, options, &steps, &files)?;
+    let mut output = begin(source, destination, options, &steps, &files)?;
+    let writer = output.writer();
+    let bytes_out = steps.iter().map(PlannedTensor::bytes_out).sum();
+    let to_read: u64 = steps.iter().map(PlannedTensor::bytes).sum();
     let mut work = Work {
         rows: RowConverter {
             source,
@@ -95,7 +102,10 @@ pub fn convert(
         },
         largest: HashMap::new(),
         done: 0,
-        total: steps.iter().map(PlannedTensor::bytes).sum(),
+        total: match options.packed {
+            Some(_) => to_read + bytes_out,
+            None => to_read,
+        },
         progress,
     };
     let encoding_of = |names: &[&str]| {
@@ -110,13 +120,12 @@ pub fn convert(
         embedding: encoding_of(&EMBEDDINGS),
         head: encoding_of(&[&[HEAD], &EMBEDDINGS[..]].concat()),
         bytes_in: source.entries().iter().map(|e| e.bytes).sum(),
+        bytes_out,
         ..ConvertReport::default()
     };
     let (mut squares, mut errors) = (0.0, 0.0);
     for step in &steps {
         work.tell(&step.name)?;
-        let (rows, cols) = (step.height() as u64, step.entry.cols() as u64);
-        report.bytes_out += step.encoding.matrix_bytes(rows, cols).unwrap_or(0);
         report.int8 += usize::from(step.encoding == Encoding::Int8);
         match step.action {
             Action::Copy => {
@@ -134,20 +143,20 @@ pub fn convert(
                 report.kept_nvfp4 += usize::from(step.encoding == Encoding::Nvfp4);
             }
             Action::CopyRows => {
-                copy_rows(source, step, &mut *writer).map_err(|e| e.within(&step.name))?;
+                copy_rows(source, step, writer).map_err(|e| e.within(&step.name))?;
                 work.done += step.bytes();
                 report.kept_nvfp4 += 1;
             }
             Action::Quantize => {
                 let sums = work
-                    .quantize(step, &steps, &mut *writer)
+                    .quantize(step, &steps, writer)
                     .map_err(|e| e.within(&step.name))?;
                 squares += sums.0;
                 errors += sums.1;
                 report.quantized += 1;
             }
             Action::Int8 => work
-                .int8(step, &mut *writer)
+                .int8(step, writer)
                 .map_err(|e| e.within(&step.entry.name))?,
         }
     }
@@ -160,7 +169,7 @@ pub fn convert(
     if options.container == Container::Dat {
         write_companions(folder_of(destination), metadata, &files)?;
     }
-    writer.finish()?;
+    report.packed = work.finish(output, destination, options.packed.as_ref())?;
     Ok(report)
 }
 
@@ -187,7 +196,28 @@ fn checked_plan(
             ".dat holds no global scale; quantize with a single-level scale"
         );
     }
+    if options.container == Container::Dat && options.packed.is_some() {
+        bail!(
+            InvalidArgument,
+            "packed weights are written into a directory, not beside a .dat file"
+        );
+    }
     plan(source, options, used)
+}
+
+/// The writer of a conversion.
+enum Output {
+    Directory(Box<ModelOptWriter>),
+    Dat(Box<DatWriter>),
+}
+
+impl Output {
+    fn writer(&mut self) -> &mut dyn Writer {
+        match self {
+            Output::Directory(writer) => &mut **writer,
+            Output::Dat(writer) => &mut **writer,
+        }
+    }
 }
 
 /// A writer for these steps and the tokenizer's files. Leaves nothing behind if it is dropped unfinished.
@@ -197,7 +227,7 @@ fn begin(
     options: &ConvertOptions,
     steps: &[PlannedTensor],
     files: &[(String, Vec<u8>)],
-) -> Result<Box<dyn Writer>> {
+) -> Result<Output> {
     let planned: Vec<Planned> = steps.iter().map(Planned::from).collect();
     let metadata = source.metadata();
     Ok(match options.container {
@@ -211,11 +241,11 @@ fn begin(
             for (name, content) in files {
                 writer.add_file(name, content.clone())?;
             }
-            Box::new(writer)
+            Output::Directory(Box::new(writer))
         }
         Container::Dat => {
             missing_companions(folder_of(destination), metadata, files)?;
-            Box::new(DatWriter::create(destination, &planned)?)
+            Output::Dat(Box::new(DatWriter::create(destination, &planned)?))
         }
     })
 }
@@ -257,6 +287,30 @@ impl Work<'_> {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => bail!(Cancelled, "the conversion was stopped at '{tensor}'"),
         }
+    }
+
+    /// Completes the model, packs its weights if `device` is given, and moves it into place.
+    fn finish(
+        &mut self,
+        output: Output,
+        destination: &Path,
+        device: Option<&Device>,
+    ) -> Result<Option<PackReport>> {
+        let new = match output {
+            Output::Directory(writer) => writer.complete()?,
+            Output::Dat(writer) => return writer.finish().map(|()| None),
+        };
+        let Some(device) = device else {
+            return new.commit(None).map(|()| None);
+        };
+        let (before, share) = (self.done, self.total - self.done);
+        let (file, report) = pack_new(&new, destination, device, &mut |done, total| {
+            let part = u128::from(share) * u128::from(done) / u128::from(total.max(1));
+            self.done = before + part as u64;
+            self.tell(PACKED_FILE)
+        })?;
+        new.commit(Some(file))?;
+        Ok(Some(report))
     }
 
     /// Writes `step` quantized. Returns the sum of squares of the weights and of their errors.

@@ -5,6 +5,7 @@ use std::collections::HashSet;
 use serde::{Deserialize, Serialize};
 
 use crate::format::nvfp4::{Levels, QuantizeOptions, Recipe};
+use crate::ops::Device;
 
 /// Kind of model that is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +53,8 @@ pub struct ConvertOptions {
     /// Replaces a directory that holds a model, as a whole and at once. Otherwise a directory that is not empty is refused. A `.dat` file
     /// is always replaced, by a complete one.
     pub replace: bool,
+    /// The CPU that packs the weights of the new directory, whose file of packed weights is then written with it.
+    pub packed: Option<Device>,
 }
 
 impl ConvertOptions {
@@ -73,6 +76,7 @@ impl ConvertOptions {
             keep: Vec::new(),
             keep_head: false,
             replace: false,
+            packed: None,
         }
     }
 

@@ -68,6 +68,12 @@ impl PlannedTensor {
     pub(super) fn bytes(&self) -> u64 {
         self.entry.bytes * self.height() as u64 / self.entry.rows() as u64
     }
+
+    /// Bytes that are written.
+    pub(super) fn bytes_out(&self) -> u64 {
+        let (rows, cols) = (self.height() as u64, self.entry.cols() as u64);
+        self.encoding.matrix_bytes(rows, cols).unwrap_or(0)
+    }
 }
 
 /// Weights that serving engines fuse into one matrix with one global scale.

@@ -11,6 +11,7 @@ use crate::base::call;
 use crate::base::error::bail;
 use crate::model::calibrate::Calibrated;
 use crate::model::convert::{ConvertReport, Tables};
+use crate::model::pack_new;
 use crate::model::training::Source;
 use crate::ops::Device;
 use crate::ops::training::optimizer::Hyperparameters;
@@ -39,11 +40,12 @@ pub struct Distilled {
 }
 
 /// Distills `original` into the calibrated model for `steps` steps, on all windows of a text. Replaces the directory `destination`, which a
-/// conversion of `calibrated` has written with `report`, unless that would make it worse.
+/// conversion of `calibrated` has written with `report`, unless that would make it worse. If the report has packed weights, it gets those of
+/// the new model.
 pub(super) fn distill(
     (original, calibrated): (&Arc<Source>, Arc<Calibrated>),
     destination: &Path,
-    report: &ConvertReport,
+    report: &mut ConvertReport,
     device: &Device,
     text: &TextOptions,
     steps: u64,
@@ -83,7 +85,22 @@ pub(super) fn distill(
     progress(Stage::Distill(steps, steps));
     let divergence = trainer.compare(&kept, true)?.divergence;
     if divergence < divergence_before {
-        trainer.export_directory(&student, destination, Tables::Auto, true)?;
+        let new = trainer.new_directory(&student, destination, Tables::Auto, true)?;
+        let packed = match &report.packed {
+            Some(_) => {
+                let host = device.host_cpu()?;
+                Some(pack_new(
+                    &new,
+                    destination,
+                    &Device::Cpu(host),
+                    &mut |_, _| call::check(),
+                )?)
+            }
+            None => None,
+        };
+        let (file, packed) = packed.unzip();
+        new.commit(file)?;
+        report.packed = packed;
     }
     Ok(Distilled {
         steps,

@@ -109,8 +109,15 @@ pub fn quantize(
         Some(steps) => {
             let models = (&source, calibrated.clone());
             let text = &options.text;
-            let found =
-                distill::distill(models, destination, &report, device, text, steps, progress);
+            let found = distill::distill(
+                models,
+                destination,
+                &mut report,
+                device,
+                text,
+                steps,
+                progress,
+            );
             Some(found.map_err(|e| {
                 let place = destination.display();
                 e.within(format_args!(

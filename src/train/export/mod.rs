@@ -14,7 +14,7 @@ use super::trainer::Trainer;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{
-    Checkpoint, DatWriter, Encoding, ModelOptWriter, Planned, Writer, check_not_read,
+    Checkpoint, DatWriter, Encoding, ModelOptWriter, NewModel, Planned, Writer, check_not_read,
 };
 use crate::model::convert::{Tables, text_files};
 use crate::model::training::Source;
@@ -32,6 +32,18 @@ impl Trainer {
         tables: Tables,
         replace: bool,
     ) -> Result<()> {
+        self.new_directory(source, place, tables, replace)?
+            .commit(None)
+    }
+
+    /// As [`Trainer::export_directory`], but does not move the directory into place yet.
+    pub(crate) fn new_directory(
+        &self,
+        source: &Source,
+        place: &Path,
+        tables: Tables,
+        replace: bool,
+    ) -> Result<NewModel> {
         let host = self.device().host_cpu()?;
         let recipe = &self.config().recipe;
         let beginning = Beginning::new(source, recipe, &host)?;
@@ -48,13 +60,12 @@ impl Trainer {
         for (name, content) in text_files(&metadata.tokenizer)? {
             writer.add_file(&name, content)?;
         }
-        let mut writer: Box<dyn Writer> = Box::new(writer);
         for item in &items {
             exporter
-                .write(&mut *writer, item)
+                .write(&mut writer, item)
                 .map_err(|e| e.within(&item.name))?;
         }
-        writer.finish()
+        writer.complete()
     }
 
     /// Writes the model to a `.dat` file, each tensor in its type in the file that training began with. Untrained tensors keep their bytes.

@@ -1219,8 +1219,8 @@ typedef struct NVFP4_ConvertOptions {
     /** 1 to keep the output head, or the table that it shares with the embedding, in its precision, whatever `tables` says. Default: 0. */
     int32_t keep_head;
     /**
-     * Cancels the call, and reports progress in bytes of the source, or in shares of the work of a calibration, and then in bytes of the
-     * file of packed weights; NULL for neither. Default: NULL.
+     * Cancels the call, and reports progress in bytes of the source and of what is packed, or in shares of the work of a calibration; NULL
+     * for neither. Default: NULL.
      */
     const NVFP4_CallOptions *call;
     /**
@@ -1236,9 +1236,9 @@ typedef struct NVFP4_ConvertOptions {
      */
     const NVFP4_CalibrateOptions *calibrate;
     /**
-     * 1 to also write `packed.nvfp4` into the directory `destination`, after the model: the weights as the CPU's kernels read them, which
-     * processes that load the model on the CPU share. If that fails, the model is there without it. If `destination` is `source` itself,
-     * nothing is quantized and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
+     * 1 to also write `packed.nvfp4` into the directory `destination`: the weights as the CPU's kernels read them, which processes that load
+     * the model on the CPU share. The directory appears with it or not at all. If `destination` is `source` itself, nothing is quantized
+     * and that file alone is written; only `call` may then differ from its default. Not for `.dat`. Default: 0.
      */
     int32_t packed;
     /** Must be 0. */
