@@ -1,11 +1,12 @@
-//! 4-bit integers with a scale and a zero point for each group of inputs, as AutoGPTQ and AutoAWQ pack them into 32-bit words; read only.
-//! A value is `(code - zero) * scale`. Files store the transposed weight: a row of theirs is an input.
+//! 4-bit integers with a scale and a zero point for each group of inputs, as AutoGPTQ, AutoAWQ and compressed-tensors pack them into 32-bit
+//! words; read only. A value is `(code - zero) * scale`. Files of the first two store the transposed weight: a row of theirs is an input.
 
 use std::ops::Range;
 
-use half::f16;
+use half::{bf16, f16};
 
 use crate::base::{Result, memory};
+use crate::tensor::DType;
 
 /// Codes in a word.
 pub(super) const WORD: usize = 8;
@@ -17,21 +18,30 @@ pub(super) enum Packing {
     Gptq,
     /// Codes and zero points: a word has eight outputs, the even ones first.
     Awq,
+    /// Of compressed-tensors, not transposed. Codes: a word has eight inputs of an output. Zero points: a word has eight outputs, in order.
+    Rows,
 }
+
+/// The zero point of files without.
+const MIDDLE: u8 = 8;
 
 /// The stored tensors of a weight `[outputs, inputs]`, by their index, and how they are read.
 #[derive(Debug)]
 pub(super) struct Int4 {
     pub(super) packing: Packing,
-    /// Words: GPTQ `[inputs / 8, outputs]`, AWQ `[inputs, outputs / 8]`.
+    /// Words: GPTQ `[inputs / 8, outputs]`, AWQ `[inputs, outputs / 8]`, rows `[outputs, inputs / 8]`.
     pub(super) codes: usize,
-    /// Words `[groups, outputs / 8]`.
-    pub(super) zeros: usize,
-    /// binary16 `[groups, outputs]`.
+    /// Words `[groups, outputs / 8]`, rows `[outputs / 8, groups]`; 8 for all without them.
+    pub(super) zeros: Option<usize>,
+    /// `[groups, outputs]`, rows `[outputs, groups]`.
     pub(super) scales: usize,
+    /// Type of the scales: F32, F16 or BF16.
+    pub(super) scale_type: DType,
     pub(super) outputs: usize,
     /// The group of each input.
     pub(super) groups: Vec<u32>,
+    /// Groups that have scales.
+    pub(super) group_count: usize,
     /// Zero points are stored minus this, modulo 16.
     pub(super) zero_offset: u8,
     /// Other stored tensors that belong to it.
@@ -55,9 +65,55 @@ impl Int4 {
 
     fn place(&self, output: usize) -> usize {
         match self.packing {
-            Packing::Gptq => output % WORD,
+            Packing::Gptq | Packing::Rows => output % WORD,
             Packing::Awq => place_of_output(output % WORD),
         }
+    }
+
+    /// The scale in these bytes.
+    fn scale(&self, bytes: &[u8]) -> f32 {
+        match (self.scale_type, bytes) {
+            (DType::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+            (DType::BF16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+            (DType::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+            _ => f32::NAN,
+        }
+    }
+
+    /// [`Int4::rows_f32`] of [`Packing::Rows`].
+    fn rows_of_words(
+        &self,
+        rows: Range<usize>,
+        read: impl Fn(usize, Range<usize>, &mut Vec<u8>) -> Result<()>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let (inputs, groups, width) = (self.inputs(), self.group_count, self.scale_type.bytes());
+        let words = rows.start / WORD..rows.end.div_ceil(WORD);
+        let (mut codes, mut zeros, mut scales) = (Vec::new(), Vec::new(), Vec::new());
+        let of = |rows: &Range<usize>, bytes: usize| rows.start * bytes..rows.end * bytes;
+        if let Some(stored) = self.zeros {
+            read(stored, of(&words, 4 * groups), &mut zeros)?;
+        }
+        read(self.scales, of(&rows, width * groups), &mut scales)?;
+        read(self.codes, of(&rows, inputs / 2), &mut codes)?;
+        let zeros = zeros.as_chunks::<4>().0;
+        let stored = scales
+            .chunks_exact(width * groups)
+            .zip(codes.chunks_exact(inputs / 2));
+        for ((row, values), (scales, codes)) in rows.zip(out.chunks_exact_mut(inputs)).zip(stored) {
+            let group_of_zeros = (row / WORD - words.start) * groups;
+            for (input, value) in values.iter_mut().enumerate() {
+                let group = self.groups[input] as usize;
+                let zero = match zeros.get(group_of_zeros + group) {
+                    Some(word) => code(*word, row % WORD),
+                    None => MIDDLE,
+                };
+                let code = codes[input / 2] >> (4 * (input % 2)) & 15;
+                let scale = self.scale(&scales[width * group..][..width]);
+                *value = f32::from(code as i8 - zero as i8) * scale;
+            }
+        }
+        Ok(())
     }
 
     /// Decodes the values of `rows` to `out`, `[rows, inputs]`. `read` gives a range of bytes of a stored tensor in a buffer.
@@ -67,71 +123,66 @@ impl Int4 {
         read: impl Fn(usize, Range<usize>, &mut Vec<u8>) -> Result<()>,
         out: &mut [f32],
     ) -> Result<()> {
+        if self.packing == Packing::Rows {
+            return self.rows_of_words(rows, read, out);
+        }
         let (inputs, outputs, n) = (self.inputs(), self.outputs, rows.len());
         let first_word = rows.start / WORD;
         let words = first_word..rows.end.div_ceil(WORD);
-        let groups = self.groups.iter().max().map_or(0, |&g| g as usize + 1);
+        let groups = self.group_count;
         let mut bytes = Vec::new();
         let mut zeros = memory::zeros::<u8>(groups * n)?;
         let mut scales = memory::zeros::<f32>(groups * n)?;
         for group in 0..groups {
             let start = group * outputs / WORD;
-            read(
-                self.zeros,
-                4 * (start + words.start)..4 * (start + words.end),
-                &mut bytes,
-            )?;
+            if let Some(stored) = self.zeros {
+                let range = 4 * (start + words.start)..4 * (start + words.end);
+                read(stored, range, &mut bytes)?;
+            }
             let stored = bytes.as_chunks::<4>().0;
             for (output, zero) in rows.clone().zip(&mut zeros[group * n..]) {
                 let stored = code(stored[output / WORD - first_word], self.place(output));
                 *zero = (stored + self.zero_offset) & 15;
             }
-            let start = group * outputs;
+            let (start, width) = (group * outputs, self.scale_type.bytes());
             read(
                 self.scales,
-                2 * (start + rows.start)..2 * (start + rows.end),
+                width * (start + rows.start)..width * (start + rows.end),
                 &mut bytes,
             )?;
-            for (stored, scale) in bytes
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .zip(&mut scales[group * n..])
-            {
-                *scale = f16::from_le_bytes(*stored).to_f32();
+            let stored = bytes.chunks_exact(width);
+            for (stored, scale) in stored.zip(&mut scales[group * n..]) {
+                *scale = self.scale(stored);
             }
         }
         let mut value = |row: usize, input: usize, code: u8| {
             let at = self.groups[input] as usize * n + row;
             out[row * inputs + input] = f32::from(code as i8 - zeros[at] as i8) * scales[at];
         };
-        match self.packing {
-            Packing::Gptq => {
-                for word in 0..inputs / WORD {
-                    let start = word * outputs;
-                    read(
-                        self.codes,
-                        4 * (start + rows.start)..4 * (start + rows.end),
-                        &mut bytes,
-                    )?;
-                    for (row, stored) in bytes.as_chunks::<4>().0.iter().enumerate() {
-                        (0..WORD).for_each(|i| value(row, word * WORD + i, code(*stored, i)));
-                    }
+        if self.packing == Packing::Gptq {
+            for word in 0..inputs / WORD {
+                let start = word * outputs;
+                read(
+                    self.codes,
+                    4 * (start + rows.start)..4 * (start + rows.end),
+                    &mut bytes,
+                )?;
+                for (row, stored) in bytes.as_chunks::<4>().0.iter().enumerate() {
+                    (0..WORD).for_each(|i| value(row, word * WORD + i, code(*stored, i)));
                 }
             }
-            Packing::Awq => {
-                for input in 0..inputs {
-                    let start = input * outputs / WORD;
-                    read(
-                        self.codes,
-                        4 * (start + words.start)..4 * (start + words.end),
-                        &mut bytes,
-                    )?;
-                    let stored = bytes.as_chunks::<4>().0;
-                    for (row, output) in rows.clone().enumerate() {
-                        let word = stored[output / WORD - first_word];
-                        value(row, input, code(word, self.place(output)));
-                    }
+        } else {
+            for input in 0..inputs {
+                let start = input * outputs / WORD;
+                read(
+                    self.codes,
+                    4 * (start + words.start)..4 * (start + words.end),
+                    &mut bytes,
+                )?;
+                let stored = bytes.as_chunks::<4>().0;
+                for (row, output) in rows.clone().enumerate() {
+                    let word = stored[output / WORD - first_word];
+                    value(row, input, code(word, self.place(output)));
                 }
             }
         }
@@ -210,10 +261,12 @@ mod tests {
             let weight = Int4 {
                 packing: Packing::Gptq,
                 codes: 0,
-                zeros: 1,
+                zeros: Some(1),
                 scales: 2,
+                scale_type: DType::F16,
                 outputs: OUTPUTS,
                 groups: (0..INPUTS).map(group).collect(),
+                group_count: GROUPS,
                 zero_offset: offset as u8,
                 also: Vec::new(),
             };
@@ -226,10 +279,12 @@ mod tests {
         let weight = Int4 {
             packing: Packing::Awq,
             codes: 0,
-            zeros: 1,
+            zeros: Some(1),
             scales: 2,
+            scale_type: DType::F16,
             outputs: OUTPUTS,
             groups: (0..INPUTS).map(|i| (i * GROUPS / INPUTS) as u32).collect(),
+            group_count: GROUPS,
             zero_offset: 0,
             also: Vec::new(),
         };

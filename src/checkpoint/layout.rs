@@ -177,10 +177,19 @@ impl Grouping<'_> {
     fn weight(&mut self, i: usize) -> Result<Option<(Entry, Stored)>> {
         let key = self.raws[i].key.as_str();
         if let Some(module) = key.strip_suffix(".weight_packed")
-            && let Some(shape) = self.packed_int8(i, module)?
+            && let Some(shape) = self.packed_shape(i, module)?
         {
             let scales = self.partner(i, &format!("{module}.weight_scale"))?;
-            return self.int8(i, module, shape, scales, true).map(Some);
+            let packed = &self.raws[i].shape;
+            if *packed == [shape[0], shape[1] / 4] && shape[1].is_multiple_of(4) {
+                return self.int8(i, module, shape, scales, true).map(Some);
+            }
+            if *packed == [shape[0], shape[1] / WORD]
+                && shape[1].is_multiple_of(WORD)
+                && shape[1] > 0
+            {
+                return self.packed_int4(i, module, shape, scales).map(Some);
+            }
         }
         if let Some(keys) = keys::nvfp4(key) {
             return match self.is_nvfp4(i, &keys) {
@@ -665,8 +674,8 @@ impl Grouping<'_> {
         ))
     }
 
-    /// Shape of int8 values of compressed-tensors, each stored plus 128 and four to an int32. `None` for integers of other sizes.
-    fn packed_int8(&self, codes: usize, module: &str) -> Result<Option<Vec<usize>>> {
+    /// Shape of integers that compressed-tensors packs into int32 words. `None` for other codes.
+    fn packed_shape(&self, codes: usize, module: &str) -> Result<Option<Vec<usize>>> {
         let Some(stored) = self.get(&format!("{module}.weight_shape")) else {
             return Ok(None);
         };
@@ -679,10 +688,118 @@ impl Grouping<'_> {
         let bytes = self.bytes(stored)?;
         let sizes = bytes.as_chunks::<8>().0.iter();
         let sizes = sizes.map(|size| usize::try_from(i64::from_le_bytes(*size)).unwrap_or(0));
-        let shape: Vec<usize> = sizes.collect();
-        let packed = &self.raws[codes].shape;
-        let fits = shape[1].is_multiple_of(4) && *packed == [shape[0], shape[1] / 4];
-        Ok(fits.then_some(shape))
+        Ok(Some(sizes.collect()))
+    }
+
+    /// 4-bit integers of compressed-tensors, each stored plus 8.
+    fn packed_int4(
+        &mut self,
+        codes: usize,
+        module: &str,
+        shape: Vec<usize>,
+        scales: usize,
+    ) -> Result<(Entry, Stored)> {
+        let (outputs, inputs) = (shape[0], shape[1]);
+        let (Some(scale_type), &[rows, count]) = (
+            scale_type(self.raws[scales].encoding),
+            &self.raws[scales].shape[..],
+        ) else {
+            bail!(
+                Unsupported,
+                "{}: its type is {} and its shape {:?}; 4-bit integers take F32, F16 or BF16 of outputs and groups",
+                self.place(scales),
+                self.raws[scales].encoding,
+                self.raws[scales].shape
+            );
+        };
+        if rows != outputs || count == 0 {
+            bail!(
+                CorruptFile,
+                "{}: its shape is [{rows}, {count}]; weights of shape {shape:?} take [{outputs}, groups]",
+                self.place(scales)
+            );
+        }
+        let mut also: Vec<usize> = self
+            .get(&format!("{module}.weight_shape"))
+            .into_iter()
+            .collect();
+        let mut zeros = None;
+        if let Some(stored) = self.get(&format!("{module}.weight_zero_point")) {
+            // Symmetric weights may have zero points of 0 that are not packed.
+            if self.raws[stored].encoding == Encoding::Dense(DType::I32) {
+                self.expect(
+                    stored,
+                    Encoding::Dense(DType::I32),
+                    outputs.div_ceil(WORD) * count,
+                )?;
+                zeros = Some(stored);
+            } else if self.bytes(stored)?.iter().any(|&byte| byte != 0) {
+                bail!(
+                    Unsupported,
+                    "{}: zero points of 4-bit integers are read as packed I32, not {}",
+                    self.place(stored),
+                    self.raws[stored].encoding
+                );
+            } else {
+                also.push(stored);
+            }
+        }
+        let order = self.get(&format!("{module}.weight_g_idx"));
+        also.extend(order);
+        // Without an order, all of its groups are -1.
+        let is_ordered = match order {
+            Some(order) => self.bytes(order)?.iter().any(|&byte| byte != u8::MAX),
+            None => false,
+        };
+        let groups = match order.filter(|_| is_ordered) {
+            Some(order) => self.group_of_each(order, inputs, count)?,
+            None => self.groups_in_order(scales, inputs, count)?,
+        };
+        self.convention
+            .get_or_insert(Convention::CompressedTensors.name());
+        let weight = Int4 {
+            packing: Packing::Rows,
+            codes,
+            zeros,
+            scales,
+            scale_type,
+            outputs,
+            groups,
+            group_count: count,
+            zero_offset: 0,
+            also,
+        };
+        Ok(self.int4_entry(module, inputs, weight))
+    }
+
+    /// The groups of inputs in their order.
+    fn groups_in_order(&self, scales: usize, inputs: usize, groups: usize) -> Result<Vec<u32>> {
+        if !inputs.is_multiple_of(groups) {
+            bail!(
+                CorruptFile,
+                "{}: {groups} groups of scales for {inputs} inputs, which they do not divide",
+                self.place(scales)
+            );
+        }
+        let share = inputs / groups;
+        Ok((0..inputs).map(|input| (input / share) as u32).collect())
+    }
+
+    /// The entry of 4-bit integers, whose tensors are used then.
+    fn int4_entry(&mut self, module: &str, inputs: usize, weight: Int4) -> (Entry, Stored) {
+        let parts = [weight.codes, weight.scales].into_iter();
+        let mut bytes = 0;
+        for used in parts.chain(weight.zeros).chain(weight.also.iter().copied()) {
+            self.used[used] = true;
+            bytes += self.raws[used].span.len() as u64;
+        }
+        let entry = Entry {
+            name: names::logical(&keys::weight(module)),
+            shape: vec![weight.outputs, inputs],
+            encoding: Encoding::Int4,
+            bytes,
+        };
+        (entry, Stored::Int4(Box::new(weight)))
     }
 
     /// The scale of each of `rows` rows.
@@ -719,70 +836,57 @@ impl Grouping<'_> {
         let [
             (Encoding::Dense(DType::I32), &[high, wide]),
             (Encoding::Dense(DType::I32), &[groups, words]),
-            (Encoding::Dense(DType::F16), &[scale_rows, outputs]),
+            (scale_encoding, &[scale_rows, outputs]),
         ] = described
         else {
+            return Ok(None);
+        };
+        let Some(scale_type) = scale_type(scale_encoding) else {
             return Ok(None);
         };
         if groups != scale_rows || words.checked_mul(WORD) != Some(outputs) {
             return Ok(None);
         }
+        let is_gptq = wide == outputs;
         let (packing, inputs) = match wide {
-            _ if wide == outputs => (Packing::Gptq, high.saturating_mul(WORD)),
+            _ if is_gptq => (Packing::Gptq, high.saturating_mul(WORD)),
             _ if wide == words => (Packing::Awq, high),
             _ => return Ok(None),
         };
-        let form = match packing {
-            Packing::Awq => GptqForm {
+        let form = match is_gptq {
+            false => GptqForm {
                 zero_offset: 0,
                 is_ordered: false,
             },
-            Packing::Gptq => match method::gptq(self.config.and_then(method::declared)) {
+            true => match method::gptq(self.config.and_then(method::declared)) {
                 Some(form) => form,
                 None => return Ok(None),
             },
         };
-        let order = part("g_idx").filter(|_| packing == Packing::Gptq);
+        let order = part("g_idx").filter(|_| is_gptq);
+        let group_count = groups;
         let groups = match order {
             Some(order) if form.is_ordered => self.group_of_each(order, inputs, groups)?,
-            _ if inputs.is_multiple_of(groups) => {
-                let share = inputs / groups;
-                (0..inputs).map(|input| (input / share) as u32).collect()
-            }
-            _ => bail!(
-                CorruptFile,
-                "{}: {groups} groups of scales for {inputs} inputs, which they do not divide",
-                self.place(scales)
-            ),
+            _ => self.groups_in_order(scales, inputs, groups)?,
         };
-        let also: Vec<usize> = order.into_iter().collect();
-        let mut bytes = 0;
-        for &used in [codes, zeros, scales].iter().chain(&also) {
-            self.used[used] = true;
-            bytes += self.raws[used].span.len() as u64;
-        }
-        let convention = match packing {
-            Packing::Gptq => Convention::Gptq,
-            Packing::Awq => Convention::Awq,
+        let convention = match is_gptq {
+            true => Convention::Gptq,
+            false => Convention::Awq,
         };
         self.convention.get_or_insert(convention.name());
-        let entry = Entry {
-            name: names::logical(&keys::weight(module)),
-            shape: vec![outputs, inputs],
-            encoding: Encoding::Int4,
-            bytes,
-        };
         let weight = Int4 {
             packing,
             codes,
-            zeros,
+            zeros: Some(zeros),
             scales,
+            scale_type,
             outputs,
             groups,
+            group_count,
             zero_offset: form.zero_offset,
-            also,
+            also: order.into_iter().collect(),
         };
-        Ok(Some((entry, Stored::Int4(Box::new(weight)))))
+        Ok(Some(self.int4_entry(module, inputs, weight)))
     }
 
     /// The group of each input, as `g_idx` names it.
@@ -1080,6 +1184,14 @@ struct QuantState {
     shape: Vec<usize>,
     nested_blocksize: Option<usize>,
     nested_offset: Option<f32>,
+}
+
+/// The type of scales of integers, if it is one of those that are read.
+fn scale_type(encoding: Encoding) -> Option<DType> {
+    match encoding {
+        Encoding::Dense(dtype @ (DType::F32 | DType::F16 | DType::BF16)) => Some(dtype),
+        _ => None,
+    }
 }
 
 fn f32s(bytes: &[u8]) -> Vec<f32> {

@@ -763,8 +763,9 @@ impl Tensors {
             Stored::GgufNvfp4 { raw, also, .. } => {
                 [*raw].into_iter().chain(also.iter().copied()).collect()
             }
-            Stored::Int4(int4) => [int4.codes, int4.scales, int4.zeros]
+            Stored::Int4(int4) => [int4.codes, int4.scales]
                 .into_iter()
+                .chain(int4.zeros)
                 .chain(int4.also.iter().copied())
                 .collect(),
             Stored::Nf4(nf4) => [nf4.codes, nf4.absmax]

@@ -1,11 +1,11 @@
-//! 4-bit integers of GPTQ and AWQ: read with the values that codes, zero points and scales stand for, loaded, estimated and quantized.
+//! 4-bit integers of GPTQ, AWQ and compressed-tensors: read with the values that codes, zero points and scales stand for, loaded, estimated and quantized.
 
 use NVFP4::checkpoint::Encoding;
 use NVFP4::format::random;
 use NVFP4::model;
 use NVFP4::model::footprint::weight_bytes;
 use NVFP4::ops::DeviceKind;
-use half::f16;
+use half::{bf16, f16};
 use serde_json::{Value, json};
 
 use super::files::Scratch;
@@ -74,6 +74,70 @@ fn awq(module: &str, [rows, cols]: [usize; 2]) -> Vec<Tensor> {
     integers(module, rows, [cols, rows / 8])
 }
 
+/// As compressed-tensors stores it.
+#[derive(Clone, Copy)]
+struct Rows {
+    has_zeros: bool,
+    order: Option<fn(usize) -> i32>,
+    scale_type: &'static str,
+}
+
+/// The scale at `index` in bfloat16, of which each is a value of binary16 too.
+fn short_scale(index: usize) -> bf16 {
+    bf16::from_f32(0.5 + (word(900 + index) % 64) as f32 / 128.0)
+}
+
+impl Rows {
+    fn tensors(self, module: &str, [rows, cols]: [usize; 2]) -> Vec<Tensor> {
+        let words = |part: &str, shape: [usize; 2]| {
+            let bytes = (0..shape[0] * shape[1]).flat_map(|i| word(i).to_le_bytes());
+            let name = format!("{module}.weight_{part}");
+            (name, "I32", shape.to_vec(), bytes.collect::<Vec<u8>>())
+        };
+        let scales = (0..rows * GROUPS).map(short_scale);
+        let scales = match self.scale_type {
+            "BF16" => scales.flat_map(|s| s.to_le_bytes()).collect(),
+            "F16" => scales
+                .flat_map(|s| f16::from_f32(s.to_f32()).to_le_bytes())
+                .collect(),
+            _ => scales.flat_map(|s| s.to_f32().to_le_bytes()).collect(),
+        };
+        let shape = [rows, cols].map(|n| (n as i64).to_le_bytes()).concat();
+        let mut all = vec![
+            words("packed", [rows, cols / 8]),
+            (
+                format!("{module}.weight_scale"),
+                self.scale_type,
+                vec![rows, GROUPS],
+                scales,
+            ),
+            (format!("{module}.weight_shape"), "I64", vec![2], shape),
+        ];
+        if self.has_zeros {
+            all.push(words("zero_point", [rows / 8, GROUPS]));
+        }
+        if let Some(order) = self.order {
+            let order = (0..cols).flat_map(|i| order(i).to_le_bytes()).collect();
+            all.push((format!("{module}.weight_g_idx"), "I32", vec![cols], order));
+        }
+        all
+    }
+
+    fn value(self, place: Place) -> f32 {
+        let (output, input, cols) = (place.output, place.input, place.shape[1]);
+        let group = match self.order.map(|order| order(input)) {
+            None | Some(-1) => input * GROUPS / cols,
+            Some(group) => group as usize,
+        };
+        let zero = match self.has_zeros {
+            true => nibble(output / 8 * GROUPS + group, output % 8),
+            false => 8,
+        };
+        let code = nibble((output * cols + input) / 8, input % 8);
+        (code - zero) as f32 * short_scale(output * GROUPS + group).to_f32()
+    }
+}
+
 /// An element of a weight of this shape.
 #[derive(Clone, Copy)]
 struct Place {
@@ -91,6 +155,7 @@ enum Form {
         is_ordered: bool,
     },
     Awq,
+    Rows(Rows),
 }
 
 impl Form {
@@ -100,18 +165,21 @@ impl Form {
             input,
             shape: [rows, cols],
         } = place;
+        if let Form::Rows(form) = self {
+            return form.value(place);
+        }
         let in_order = input * GROUPS / cols;
         let (group, of_output, offset) = match self {
             Form::Gptq { offset, is_ordered } => {
                 let group = if is_ordered { ordered(input) } else { in_order };
                 (group, output % 8, offset)
             }
-            Form::Awq => (in_order, [0, 4, 1, 5, 2, 6, 3, 7][output % 8], 0),
+            Form::Awq | Form::Rows(_) => (in_order, [0, 4, 1, 5, 2, 6, 3, 7][output % 8], 0),
         };
         let zero = (nibble(group * rows / 8 + output / 8, of_output) + offset) % 16;
         let code = match self {
             Form::Gptq { .. } => nibble(input / 8 * rows + output, input % 8),
-            Form::Awq => nibble(input * rows / 8 + output / 8, of_output),
+            Form::Awq | Form::Rows(_) => nibble(input * rows / 8 + output / 8, of_output),
         };
         (code - zero) as f32 * scale(group * rows + output).to_f32()
     }
@@ -171,6 +239,58 @@ fn four_bit_integers_are_read() {
     }
     let config = json!({"quant_method": "awq", "bits": 4, "version": "gemm"});
     check(&with_attention(awq), &config, Form::Awq);
+}
+
+/// With zero points and without, ordered by activations, not, and with an order that says nothing; scales of all types.
+#[test]
+fn packed_integers_of_compressed_tensors_are_read() {
+    let weights = json!({"num_bits": 4, "type": "int", "group_size": 16, "strategy": "group"});
+    let config = json!({
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}
+    });
+    let orders: [Option<fn(usize) -> i32>; 3] = [None, Some(|i| ordered(i) as i32), Some(|_| -1)];
+    for (order, scale_type) in orders.into_iter().zip(["BF16", "F16", "F32"]) {
+        for has_zeros in [false, true] {
+            let form = Rows {
+                has_zeros,
+                order,
+                scale_type,
+            };
+            let all = with_attention(|module, shape| form.tensors(module, shape));
+            check(&all, &config, Form::Rows(form));
+        }
+    }
+}
+
+/// Scales of integers in bfloat16, which newer files of GPTQ have.
+#[test]
+fn scales_may_be_bfloat16() {
+    let gptq = with_attention(|module, shape| {
+        let mut all = gptq(module, shape);
+        let scales = (0..GROUPS * shape[0]).map(short_scale);
+        all[2].1 = "BF16";
+        all[2].3 = scales.flat_map(|s| s.to_le_bytes()).collect();
+        all
+    });
+    let scratch = Scratch::new();
+    write(
+        &scratch.0,
+        &gptq,
+        json!({"quant_method": "gptq", "bits": 4}),
+    );
+    load(&scratch.0).unwrap();
+    let opened = model::open(&scratch.0).unwrap();
+    let entry = opened.find(&format!("{ATTENTION}q_proj.weight")).unwrap();
+    let mut values = vec![0.0; 32];
+    opened.rows_f32(entry, 0..1, &mut values).unwrap();
+    // The first output, whose codes are the words 0, 32, 64 and 96 and whose zero points are the first of words 0 and 4.
+    for (input, found) in values.iter().enumerate() {
+        let group = ordered(input);
+        let zero = (nibble(group * 4, 0) + 1) % 16;
+        let steps = nibble(input / 8 * 32, input % 8) - zero;
+        assert_eq!(*found, steps as f32 * short_scale(group * 32).to_f32());
+    }
 }
 
 #[test]
