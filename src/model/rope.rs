@@ -236,8 +236,9 @@ impl Rope<'_> {
             long: None,
         };
         match self.kind()? {
-            // Dynamic scaling changes the frequencies only past the model's maximum position.
-            None | Some("default" | "none" | "dynamic") => Ok(one(plain, 1.0)),
+            // Dynamic scaling changes the frequencies only past the model's maximum position. Axes for time, height and width (mrope) have
+            // the same position in a text.
+            None | Some("default" | "none" | "dynamic" | "mrope") => Ok(one(plain, 1.0)),
             Some("linear") => {
                 let factor = self.required("factor")? as f32;
                 Ok(one(plain.iter().map(|f| f / factor).collect(), 1.0))

@@ -104,7 +104,9 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
     let name = keys.text("model_type")?;
     let plain = name.map(|name| name.strip_suffix("_text").unwrap_or(name));
     let found = match (plain, class) {
-        (Some(name), _) => FAMILIES.iter().find(|f| f.model_type == name),
+        (Some(name), _) => FAMILIES
+            .iter()
+            .find(|f| f.model_type == within::family_of(name)),
         (None, Some(class)) => FAMILIES.iter().find(|f| f.class == class),
         (None, None) => bail!(
             CorruptFile,
@@ -490,6 +492,35 @@ mod tests {
         text["hidden_size"] = json!(128);
         let spec = read(&json!({"model_type": "internvl_chat", "llm_config": text})).unwrap();
         assert_eq!((spec.family, spec.hidden_size), ("qwen3", 128));
+    }
+
+    /// Published configs of Qwen's vision models, flat and nested.
+    #[test]
+    fn text_models_of_qwens_vision_models_are_those_of_its_families() {
+        let mut plain = base();
+        plain["tie_word_embeddings"] = json!(true);
+        for (kind, family) in within::ALIKE {
+            plain["model_type"] = json!(family);
+            let expected = read(&plain).unwrap();
+            let mut text = plain.clone();
+            text["model_type"] = json!(kind);
+            text["rope_scaling"] = json!({"type": "mrope", "mrope_section": [4, 2, 2]});
+            text["vision_config"] = json!({"depth": 32});
+            assert_eq!(
+                format!("{:?}", read(&text).unwrap()),
+                format!("{expected:?}"),
+                "{kind}"
+            );
+            text["model_type"] = json!(format!("{kind}_text"));
+            text["rope_scaling"] = json!({"rope_type": "default", "mrope_interleaved": true, "mrope_section": [4, 2, 2]});
+            let nested =
+                json!({"model_type": kind, "tie_word_embeddings": true, "text_config": text});
+            assert_eq!(
+                format!("{:?}", read(&nested).unwrap()),
+                format!("{expected:?}"),
+                "{kind}"
+            );
+        }
     }
 
     #[test]

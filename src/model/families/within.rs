@@ -74,6 +74,20 @@ pub(super) const OUTER: &[Outer] = &[
     outer("voxtral", "llama", false),
 ];
 
+/// Text models of Qwen's vision models, and the families of which they are where no pictures are read: positions of a text are the same on all
+/// axes of their rotary embedding.
+pub(super) const ALIKE: [(&str, &str); 3] = [
+    ("qwen2_vl", "qwen2"),
+    ("qwen2_5_vl", "qwen2"),
+    ("qwen3_vl", "qwen3"),
+];
+
+/// The family of a text model with this `model_type`.
+pub(super) fn family_of(name: &str) -> &str {
+    let alike = ALIKE.iter().find(|(own, _)| *own == name);
+    alike.map_or(name, |(_, family)| family)
+}
+
 fn outer_of(keys: &Keys<'_>) -> Result<Option<&'static Outer>> {
     let name = keys.text("model_type")?;
     Ok(OUTER.iter().find(|outer| Some(outer.model_type) == name))

@@ -23,6 +23,22 @@ pub(super) const QWEN3: GgufFamily = GgufFamily {
     ..PLAIN
 };
 
+/// The text models of Qwen2-VL and Qwen2.5-VL, of Qwen3-VL, and of its mixtures; a file of its own holds what reads pictures.
+pub(super) const QWEN2_VL: GgufFamily = GgufFamily {
+    architecture: "qwen2vl",
+    ..QWEN2
+};
+
+pub(super) const QWEN3_VL: GgufFamily = GgufFamily {
+    architecture: "qwen3vl",
+    ..QWEN3
+};
+
+pub(super) const QWEN3_VL_MOE: GgufFamily = GgufFamily {
+    architecture: "qwen3vlmoe",
+    ..QWEN3_MOE
+};
+
 pub(super) const QWEN3_MOE: GgufFamily = GgufFamily {
     architecture: "qwen3moe",
     model_type: "qwen3_moe",
