@@ -147,7 +147,10 @@ impl Files {
     pub fn read(&self, path: &Path) -> Result<Option<Vec<u8>>> {
         match self {
             Files::Disk => match file::read(path) {
-                Ok(content) => Ok(Some(content)),
+                Ok(content) => {
+                    check_content(&path.display().to_string(), &content)?;
+                    Ok(Some(content))
+                }
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
                 Err(e) => Err(failed(path, e)),
             },
@@ -208,6 +211,22 @@ impl Files {
             Files::Given(_) => Path::new("the model of the given files").display(),
         }
     }
+}
+
+/// The beginning of the files that Git leaves in place of large ones.
+const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+/// Bytes of a file that [`check_content`] looks at.
+pub const POINTER_BYTES: usize = POINTER.len();
+
+/// Refuses a file that begins as a pointer of Git LFS does, which a clone without Git LFS has in place of the file.
+pub fn check_content(name: &str, start: &[u8]) -> Result<()> {
+    if start.starts_with(POINTER) {
+        bail!(
+            CorruptFile,
+            "{name} is not the file itself but a pointer of Git LFS to it; `git lfs pull` in its folder fetches it, or `nvfp4 pull ORG/NAME` the model"
+        );
+    }
+    Ok(())
 }
 
 fn failed(path: &Path, error: std::io::Error) -> Error {

@@ -32,6 +32,14 @@ pub const TOKENIZER_FILES: [&str; 10] = [
     "tokenizer.model",
 ];
 
+/// Files with a tokenizer in forms that are not read: of Mistral, SentencePiece, tiktoken and GPT-2.
+const OTHER_TOKENIZERS: [&str; 4] = [
+    "tekken.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+];
+
 /// The template for conversations with tools, in the folder where transformers saves additional templates.
 pub const TOOL_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 
@@ -59,7 +67,7 @@ pub(super) fn read(files: &Files, directory: &Path) -> Result<Metadata> {
     };
     let is_there = files.exists(&directory.join("tokenizer.json"))?;
     let tokenizer = match files {
-        _ if !is_there => TokenizerSource::None,
+        _ if !is_there => other_tokenizer(files, directory)?,
         Files::Disk => TokenizerSource::Directory(directory.to_owned()),
         Files::Given(files) => TokenizerSource::Given(files.clone()),
     };
@@ -68,6 +76,16 @@ pub(super) fn read(files: &Files, directory: &Path) -> Result<Metadata> {
         tokenizer,
         embedding: read_present(files, directory, &EMBEDDING_FILES)?,
     })
+}
+
+/// The source of a tokenizer without `tokenizer.json`.
+fn other_tokenizer(files: &Files, directory: &Path) -> Result<TokenizerSource> {
+    for name in OTHER_TOKENIZERS {
+        if files.exists(&directory.join(name))? {
+            return Ok(TokenizerSource::Unread(name));
+        }
+    }
+    Ok(TokenizerSource::None)
 }
 
 /// Reads the files of `names` that are in `directory` of `files`.

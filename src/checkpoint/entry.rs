@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::ggml::GgmlType;
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{Error, bail, err};
 use crate::base::files::{Files, GivenFiles};
 use crate::tensor::DType;
 
@@ -182,6 +182,8 @@ pub enum TokenizerSource {
     /// None: the checkpoint has no tokenizer.
     #[default]
     None,
+    /// None that is read: the name of the file with another form of it.
+    Unread(&'static str),
     /// A directory with `tokenizer.json` and possibly other [`TOKENIZER_FILES`](super::TOKENIZER_FILES).
     Directory(PathBuf),
     /// Files that the host gives, `tokenizer.json` and possibly others of [`TOKENIZER_FILES`](super::TOKENIZER_FILES) among them.
@@ -196,8 +198,32 @@ impl TokenizerSource {
         match self {
             TokenizerSource::Directory(directory) => Some((Files::Disk, directory)),
             TokenizerSource::Given(files) => Some((Files::Given(files.clone()), Path::new(""))),
-            TokenizerSource::None | TokenizerSource::Vocabulary(_) => None,
+            TokenizerSource::None | TokenizerSource::Unread(_) | TokenizerSource::Vocabulary(_) => {
+                None
+            }
         }
+    }
+
+    /// The name of the file with a tokenizer in a form that is not read.
+    pub fn unread(&self) -> Option<&'static str> {
+        match self {
+            TokenizerSource::Unread(name) => Some(name),
+            _ => None,
+        }
+    }
+}
+
+/// The error for a model without a tokenizer. `unread` is as in [`TokenizerSource::unread`].
+pub fn no_tokenizer(unread: Option<&str>) -> Error {
+    match unread {
+        None => err!(
+            NotFound,
+            "the model has no tokenizer; put tokenizer.json beside its weights"
+        ),
+        Some(name) => err!(
+            NotFound,
+            "the model has its tokenizer in {name} alone, which is not read; put tokenizer.json beside its weights, which a version of the model for transformers has, or which transformers' AutoTokenizer saves"
+        ),
     }
 }
 

@@ -80,6 +80,38 @@ pub fn gguf_parts(name: &str) -> Option<Vec<String>> {
     Some(set.names().collect())
 }
 
+/// What a folder without weights holds in their place, to follow a message about it; empty if nothing is known.
+pub fn instead_of_weights(names: &[&str]) -> String {
+    let of = |is_it: fn(&str, &str) -> bool| {
+        let parts = |name: &&&str| {
+            name.rsplit_once('.')
+                .is_some_and(|(stem, ext)| is_it(stem, ext))
+        };
+        names.iter().find(parts)
+    };
+    if names.contains(&"adapter_config.json") {
+        return "; it is an adapter, for --adapter beside the model that base_model_name_or_path in its adapter_config.json names".to_owned();
+    }
+    if let Some(name) = of(|stem, extension| {
+        let is_of_torch =
+            ["pytorch_model", "consolidated", "model"].map(|own| stem.starts_with(own));
+        is_of_torch.contains(&true) && ["bin", "pt", "pth", "ckpt"].contains(&extension)
+    }) {
+        return format!(
+            "; {name} is a pickle of PyTorch, which is a program and is not run: transformers' save_pretrained writes it as safetensors"
+        );
+    }
+    match of(|_, extension| {
+        [
+            "onnx", "h5", "msgpack", "engine", "mlmodel", "task", "litertlm",
+        ]
+        .contains(&extension)
+    }) {
+        Some(name) => format!("; {name} is for another program"),
+        None => String::new(),
+    }
+}
+
 /// The name of the index that a model in the file `name` would have; `None` if it would have none.
 pub(super) fn index_beside(name: &str) -> Option<String> {
     let stem = name.strip_suffix(".safetensors")?;
@@ -115,7 +147,8 @@ pub(super) fn find_in_directory(files: &Files, directory: &Path) -> Result<Vec<P
         }
         Weights::None => bail!(
             NotFound,
-            "{shown} holds no model: no .safetensors, .dat or .gguf file with the weights of one"
+            "{shown} holds no model: no .safetensors, .dat or .gguf file with the weights of one{}",
+            instead_of_weights(&names)
         ),
     };
     let path_of = |file: &String| {

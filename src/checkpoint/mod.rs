@@ -34,9 +34,9 @@ pub use companion::{
 };
 pub use entry::{
     Checkpoint, Encoding, Entry, Metadata, Part, RareEntries, TokenizerSource, Unreadable,
-    Vocabulary,
+    Vocabulary, no_tokenizer,
 };
-pub use folder::{Weights, gguf_parts, weights};
+pub use folder::{Weights, gguf_parts, instead_of_weights, weights};
 pub use ggml::GgmlType;
 pub use gguf::{GgufFamily, GgufForm, GgufKind, GgufMetadata, GgufValueHeads};
 pub use method::check_method;

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use crate::base::error::{Error, bail, err};
-use crate::base::files::{FileContent, Files};
+use crate::base::files::{FileContent, Files, POINTER_BYTES, check_content};
 use crate::base::{Result, file};
 
 enum Data {
@@ -47,13 +47,18 @@ impl Span {
 impl Source {
     /// Opens `path` of `files`, and keeps it open.
     pub(super) fn open(files: &Files, path: &Path) -> Result<Self> {
-        match files {
-            Files::Disk => Self::open_on_disk(path),
+        let source = match files {
+            Files::Disk => Self::open_on_disk(path)?,
             Files::Given(given) => match given.get(path) {
-                Some(content) => Self::given(&path.display().to_string(), content.clone()),
+                Some(content) => Self::given(&path.display().to_string(), content.clone())?,
                 None => bail!(NotFound, "{} is not among the given files", path.display()),
             },
-        }
+        };
+        let mut start = [0; POINTER_BYTES];
+        let start = &mut start[..source.len().min(POINTER_BYTES)];
+        source.read(0, start)?;
+        check_content(source.name(), start)?;
+        Ok(source)
     }
 
     /// Opens a file on disk. Reads fail once it is written to.

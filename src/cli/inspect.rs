@@ -47,6 +47,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     let metadata = checkpoint.metadata();
     let tokenizer = match &metadata.tokenizer {
         TokenizerSource::None => "none".to_owned(),
+        TokenizerSource::Unread(name) => format!("none that is read, but {name}"),
         TokenizerSource::Directory(_) | TokenizerSource::Given(_) => "tokenizer.json".to_owned(),
         TokenizerSource::Vocabulary(v) => format!(
             "{} with {} tokens, pre-tokenizer {}",

@@ -25,7 +25,7 @@ use crate::base::call;
 use crate::base::error::{Error, bail};
 use crate::base::files::GivenFiles;
 use crate::base::lease::{Change, Held, Lease};
-use crate::checkpoint::{Checkpoint, Metadata};
+use crate::checkpoint::{Checkpoint, Metadata, no_tokenizer};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
 use crate::model::{
@@ -89,6 +89,8 @@ pub struct Served {
     blocks: Arc<Blocks>,
     runner: Runner,
     tokenizer: Option<Arc<Tokenizer>>,
+    /// The file with a tokenizer that is not read.
+    unread_tokenizer: Option<&'static str>,
     chat: Arc<ChatText>,
     templates: HostTemplates,
     sampling: SamplingOptions,
@@ -202,6 +204,7 @@ impl Served {
             embedding: EmbeddingSettings::read(&metadata.embedding, model.spec().hidden_size),
             model,
             tokenizer: text.tokenizer,
+            unread_tokenizer: metadata.tokenizer.unread(),
             chat: Arc::new(chat),
             templates: HostTemplates::new(text.bos, text.eos),
             sampling,
@@ -392,13 +395,8 @@ impl Served {
 
     /// The tokenizer. An error if the model came without one.
     pub fn tokenizer(&self) -> Result<&Arc<Tokenizer>> {
-        match &self.tokenizer {
-            Some(tokenizer) => Ok(tokenizer),
-            None => bail!(
-                NotFound,
-                "the model has no tokenizer; put tokenizer.json beside its weights"
-            ),
-        }
+        let missing = || no_tokenizer(self.unread_tokenizer);
+        self.tokenizer.as_ref().ok_or_else(missing)
     }
 
     /// The text of `tokens`; special tokens are left out if `skip_special`. Ids with a row of the embedding and without a text give none.

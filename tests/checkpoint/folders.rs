@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
+use NVFP4::base::ErrorKind;
 use NVFP4::checkpoint::TokenizerSource;
+use NVFP4::engine::Served;
 use NVFP4::model;
 
 use super::files::{Scratch, tensors};
@@ -30,6 +32,74 @@ fn tensors_of(path: &Path) -> Vec<String> {
     let mut names: Vec<String> = opened.entries().iter().map(|e| e.name.clone()).collect();
     names.sort();
     names
+}
+
+/// One line for what strangers publish in place of weights.
+#[test]
+fn what_a_folder_holds_in_place_of_weights_is_named() {
+    for (file, words) in [
+        ("adapter_config.json", "it is an adapter, for --adapter"),
+        ("pytorch_model.bin", "pytorch_model.bin is a pickle"),
+        (
+            "pytorch_model-00001-of-00002.bin",
+            "pytorch_model-00001-of-00002.bin is a pickle",
+        ),
+        ("consolidated.00.pth", "consolidated.00.pth is a pickle"),
+        ("model_q4.onnx", "model_q4.onnx is for another program"),
+        ("README.md", "with the weights of one"),
+    ] {
+        let scratch = folder(&[], &[(file, "x")]);
+        let e = model::open(&scratch.0).map(|_| ()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::NotFound);
+        assert!(e.message().contains(words), "{e}");
+        assert!(!e.message().contains('\n'), "{e}");
+    }
+}
+
+/// What a clone without Git LFS leaves of large files.
+#[test]
+fn pointers_of_git_lfs_are_named() {
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1503300328\n";
+    for name in [
+        "model.safetensors",
+        "model.gguf",
+        "model.dat",
+        "config.json",
+    ] {
+        let scratch = match name {
+            "config.json" => folder(&["model.safetensors"], &[(name, pointer)]),
+            _ => folder(&[], &[(name, pointer)]),
+        };
+        let e = model::open(&scratch.0).map(|_| ()).unwrap_err();
+        let words = format!("{name} is not the file itself but a pointer of Git LFS");
+        assert_eq!(e.kind(), ErrorKind::CorruptFile);
+        assert!(e.message().contains(&words), "{e}");
+    }
+}
+
+#[test]
+fn tokenizers_in_other_forms_are_named() {
+    for name in [
+        "tekken.json",
+        "tokenizer.model",
+        "tiktoken.model",
+        "vocab.json",
+    ] {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/model/qwen3_untied");
+        let scratch = folder(&[], &[(name, "x")]);
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::copy(from.join(file), scratch.0.join(file)).unwrap();
+        }
+        let options = model::LoadOptions::new(model::Device::cpu(Some(1)).unwrap());
+        let served = Served::load(&scratch.0, &options).unwrap();
+        let e = served.tokenizer().map(|_| ()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::NotFound);
+        assert!(
+            e.message()
+                .contains(&format!("in {name} alone, which is not read")),
+            "{e}"
+        );
+    }
 }
 
 #[test]

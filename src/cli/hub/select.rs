@@ -157,8 +157,9 @@ fn only_folder(repo: &str, names: &BTreeSet<&str>) -> Result<Selection> {
     match with_weights[..] {
         [] => bail!(
             NotFound,
-            "{repo} holds neither safetensors nor GGUF weights; it holds {}",
-            listed(names.iter().copied())
+            "{repo} holds neither safetensors nor GGUF weights; it holds {}{}",
+            listed(names.iter().copied()),
+            checkpoint::instead_of_weights(&names.iter().copied().collect::<Vec<_>>())
         ),
         [folder] => in_folder(repo, names, folder)?
             .ok_or_else(|| err!(Internal, "{repo}: the folder {folder} lost its weights")),

@@ -9,7 +9,7 @@ use super::fresh::Fresh;
 use super::{Layout, MatrixId, VectorId};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::checkpoint::{Checkpoint, Encoding, Entry};
+use crate::checkpoint::{Checkpoint, Encoding, Entry, no_tokenizer};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
@@ -174,10 +174,7 @@ impl Source {
         let from = &self.checkpoint.metadata().tokenizer;
         let files = self.text_files()?;
         let Some(tokenizer) = files.tokenizer.clone() else {
-            bail!(
-                NotFound,
-                "the model has no tokenizer; put a tokenizer.json beside its weights"
-            );
+            return Err(no_tokenizer(from.unread()));
         };
         let stop_tokens = generation::read(&self.spec, from, &files)?.stop_tokens;
         let named = files.eos.as_deref().and_then(|eos| tokenizer.id_of(eos));
