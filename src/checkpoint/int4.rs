@@ -1,5 +1,6 @@
-//! 4-bit integers with a scale and a zero point for each group of inputs, as AutoGPTQ, AutoAWQ and compressed-tensors pack them into 32-bit
-//! words; read only. A value is `(code - zero) * scale`. Files of the first two store the transposed weight: a row of theirs is an input.
+//! 4-bit integers with a scale and a zero point for each group of inputs, as AutoGPTQ, AutoAWQ, compressed-tensors and MLX pack them into
+//! 32-bit words; read only. A value is `(code - zero) * scale`, of MLX `code * scale + bias`. Files of the first two store the transposed
+//! weight: a row of theirs is an input.
 
 use std::ops::Range;
 
@@ -18,7 +19,7 @@ pub(super) enum Packing {
     Gptq,
     /// Codes and zero points: a word has eight outputs, the even ones first.
     Awq,
-    /// Of compressed-tensors, not transposed. Codes: a word has eight inputs of an output. Zero points: a word has eight outputs, in order.
+    /// Of compressed-tensors and MLX, not transposed. Codes: a word has eight inputs of an output. Zero points: a word has eight outputs, in order.
     Rows,
 }
 
@@ -35,6 +36,8 @@ pub(super) struct Int4 {
     pub(super) zeros: Option<usize>,
     /// `[groups, outputs]`, rows `[outputs, groups]`.
     pub(super) scales: usize,
+    /// Of MLX, in place of zero points: as the scales.
+    pub(super) biases: Option<usize>,
     /// Type of the scales: F32, F16 or BF16.
     pub(super) scale_type: DType,
     pub(super) outputs: usize,
@@ -89,28 +92,37 @@ impl Int4 {
     ) -> Result<()> {
         let (inputs, groups, width) = (self.inputs(), self.group_count, self.scale_type.bytes());
         let words = rows.start / WORD..rows.end.div_ceil(WORD);
-        let (mut codes, mut zeros, mut scales) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut codes, mut zeros) = (Vec::new(), Vec::new());
+        let (mut scales, mut biases) = (Vec::new(), Vec::new());
         let of = |rows: &Range<usize>, bytes: usize| rows.start * bytes..rows.end * bytes;
         if let Some(stored) = self.zeros {
             read(stored, of(&words, 4 * groups), &mut zeros)?;
         }
         read(self.scales, of(&rows, width * groups), &mut scales)?;
+        if let Some(stored) = self.biases {
+            read(stored, of(&rows, width * groups), &mut biases)?;
+        }
         read(self.codes, of(&rows, inputs / 2), &mut codes)?;
         let zeros = zeros.as_chunks::<4>().0;
-        let stored = scales
-            .chunks_exact(width * groups)
-            .zip(codes.chunks_exact(inputs / 2));
-        for ((row, values), (scales, codes)) in rows.zip(out.chunks_exact_mut(inputs)).zip(stored) {
+        for (i, (row, values)) in rows.zip(out.chunks_exact_mut(inputs)).enumerate() {
+            let codes = &codes[i * inputs / 2..][..inputs / 2];
+            let float = |of: &[u8], group: usize| {
+                let at = width * (i * groups + group);
+                self.scale(&of[at..at + width])
+            };
             let group_of_zeros = (row / WORD - words.start) * groups;
             for (input, value) in values.iter_mut().enumerate() {
                 let group = self.groups[input] as usize;
+                let stored = codes[input / 2] >> (4 * (input % 2)) & 15;
+                let scale = float(&scales, group);
                 let zero = match zeros.get(group_of_zeros + group) {
                     Some(word) => code(*word, row % WORD),
                     None => MIDDLE,
                 };
-                let code = codes[input / 2] >> (4 * (input % 2)) & 15;
-                let scale = self.scale(&scales[width * group..][..width]);
-                *value = f32::from(code as i8 - zero as i8) * scale;
+                *value = match self.biases {
+                    Some(_) => f32::from(stored) * scale + float(&biases, group),
+                    None => f32::from(stored as i8 - zero as i8) * scale,
+                };
             }
         }
         Ok(())
@@ -263,6 +275,7 @@ mod tests {
                 codes: 0,
                 zeros: Some(1),
                 scales: 2,
+                biases: None,
                 scale_type: DType::F16,
                 outputs: OUTPUTS,
                 groups: (0..INPUTS).map(group).collect(),
@@ -281,6 +294,7 @@ mod tests {
             codes: 0,
             zeros: Some(1),
             scales: 2,
+            biases: None,
             scale_type: DType::F16,
             outputs: OUTPUTS,
             groups: (0..INPUTS).map(|i| (i * GROUPS / INPUTS) as u32).collect(),

@@ -18,6 +18,8 @@ pub(super) enum Convention {
     Gptq,
     /// 4-bit integers of AWQ.
     Awq,
+    /// 4-bit integers of MLX.
+    Mlx,
     /// MXFP4 of gpt-oss, `_blocks` and `_scales`.
     Mxfp4,
     /// NF4 of TorchSharp hosts: parts are named after the module, `.absmax`.
@@ -34,6 +36,7 @@ impl Convention {
             Convention::BitsAndBytes => "bitsandbytes",
             Convention::Gptq => "gptq",
             Convention::Awq => "awq",
+            Convention::Mlx => "mlx",
             Convention::Mxfp4 => "mxfp4",
             Convention::TorchSharp => "torchsharp",
         }

@@ -209,6 +209,11 @@ impl Grouping<'_> {
         let Some(module) = key.strip_suffix(".weight") else {
             return Ok(None);
         };
+        if let [Some(scales), Some(biases)] =
+            ["scales", "biases"].map(|part| self.get(&format!("{module}.{part}")))
+        {
+            return self.mlx(i, module, [scales, biases]);
+        }
         if let Some(keys) = keys::nf4(module, |key| self.get(key).is_some()) {
             return match &keys.extra {
                 Some(extra) => self.bitsandbytes(i, &keys, extra),
@@ -293,6 +298,7 @@ impl Grouping<'_> {
             | Convention::Mxfp4
             | Convention::Gptq
             | Convention::Awq
+            | Convention::Mlx
             | Convention::TorchSharp => true,
         }
     }
@@ -762,6 +768,7 @@ impl Grouping<'_> {
             codes,
             zeros,
             scales,
+            biases: None,
             scale_type,
             outputs,
             groups,
@@ -770,6 +777,51 @@ impl Grouping<'_> {
             also,
         };
         Ok(self.int4_entry(module, inputs, weight))
+    }
+
+    /// 4-bit integers of MLX. `None` for integers of other sizes.
+    fn mlx(
+        &mut self,
+        codes: usize,
+        module: &str,
+        [scales, biases]: [usize; 2],
+    ) -> Result<Option<(Entry, Stored)>> {
+        let Some(group_size) = self.config.and_then(|config| method::mlx(config, module)) else {
+            return Ok(None);
+        };
+        let described = [codes, scales, biases].map(|i| self.raws[i].described());
+        let [
+            (Encoding::Dense(DType::I32), &[outputs, words]),
+            (scale_encoding, &[rows, count]),
+            (bias_encoding, bias_shape),
+        ] = described
+        else {
+            return Ok(None);
+        };
+        let inputs = words.saturating_mul(WORD);
+        let is_whole = rows == outputs && count.checked_mul(group_size) == Some(inputs);
+        let (Some(scale_type), true) = (scale_type(scale_encoding), is_whole) else {
+            return Ok(None);
+        };
+        if scale_encoding != bias_encoding || *bias_shape != [rows, count] {
+            return Ok(None);
+        }
+        let groups = self.groups_in_order(scales, inputs, count)?;
+        self.convention.get_or_insert(Convention::Mlx.name());
+        let weight = Int4 {
+            packing: Packing::Rows,
+            codes,
+            zeros: None,
+            scales,
+            biases: Some(biases),
+            scale_type,
+            outputs,
+            groups,
+            group_count: count,
+            zero_offset: 0,
+            also: Vec::new(),
+        };
+        Ok(Some(self.int4_entry(module, inputs, weight)))
     }
 
     /// The groups of inputs in their order.
@@ -789,7 +841,8 @@ impl Grouping<'_> {
     fn int4_entry(&mut self, module: &str, inputs: usize, weight: Int4) -> (Entry, Stored) {
         let parts = [weight.codes, weight.scales].into_iter();
         let mut bytes = 0;
-        for used in parts.chain(weight.zeros).chain(weight.also.iter().copied()) {
+        let others = weight.zeros.into_iter().chain(weight.biases);
+        for used in parts.chain(others).chain(weight.also.iter().copied()) {
             self.used[used] = true;
             bytes += self.raws[used].span.len() as u64;
         }
@@ -879,6 +932,7 @@ impl Grouping<'_> {
             codes,
             zeros: Some(zeros),
             scales,
+            biases: None,
             scale_type,
             outputs,
             groups,

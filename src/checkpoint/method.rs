@@ -104,6 +104,18 @@ pub(super) fn gptq(declared: Option<&Json>) -> Option<GptqForm> {
     (!is_own).then_some(form)
 }
 
+/// Inputs of a group of MLX's integers of 4 bits, in this module; `None` if it has other codes.
+pub(super) fn mlx(config: &Json, module: &str) -> Option<usize> {
+    let places = [&config["quantization"], &config["quantization_config"]];
+    let all = places.into_iter().find(|q| q["group_size"].is_u64())?;
+    let of = |key: &str| all[module].get(key).or_else(|| all.get(key));
+    let is_affine = of("mode").is_none_or(|mode| mode == "affine");
+    let is_read = is_affine && of("bits").is_some_and(|bits| *bits == 4);
+    of("group_size")
+        .and_then(number)
+        .filter(|&size| is_read && size > 0)
+}
+
 /// The distinct float8 block sizes `[rows, columns]` of a declared quantization.
 pub(super) fn block_sizes(declared: &Json) -> Result<Vec<[usize; 2]>> {
     let mut sizes = Vec::new();
@@ -217,7 +229,8 @@ fn by_config(config: &Json) -> Option<String> {
             .flatten()
             .find(|q| q["group_size"].is_u64())?;
         let what = with_bits("MLX integers", mlx);
-        return Some(refusal(&what, "quantization in config.json"));
+        let why = "quantization in config.json: affine ones of 4 bits are read, unless experts are stacked";
+        return Some(refusal(&what, why));
     };
     let declared = declared?;
     let lower = method.to_ascii_lowercase();

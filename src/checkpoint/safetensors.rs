@@ -142,18 +142,20 @@ impl Found {
     /// The key of each tensor, and the index of the file that holds it.
     fn places(&self) -> impl Iterator<Item = (&str, usize)> {
         let readable = self.raws.iter().map(|r| (r.key.as_str(), r.span.source));
-        readable.chain(self.unreadable.iter().map(|u| (u.key.as_str(), u.source)))
+        readable.chain(
+            self.unreadable
+                .iter()
+                .map(|u| (u.key.as_str(), u.span.source)),
+        )
     }
 }
 
 /// A tensor that cannot be read.
 struct Aside {
     key: String,
-    /// Index of the file that holds it.
-    source: usize,
+    span: Span,
     dtype: String,
     shape: Vec<usize>,
-    bytes: usize,
     reason: String,
 }
 
@@ -165,10 +167,9 @@ impl Aside {
         };
         Aside {
             key,
-            source: span.source,
+            span: span.clone(),
             dtype,
             shape,
-            bytes: span.len(),
             reason,
         }
     }
@@ -178,7 +179,7 @@ impl Aside {
             name: names::logical(&self.key),
             dtype: self.dtype,
             shape: self.shape,
-            bytes: self.bytes as u64,
+            bytes: self.span.len() as u64,
             reason: self.reason,
         }
     }
@@ -195,6 +196,32 @@ fn read_shards(files: &Files, paths: &[PathBuf]) -> Result<(Vec<Source>, Found)>
         sources.push(source);
     }
     Ok((sources, found))
+}
+
+/// Takes back words of MLX's codes, which are U32 beside scales and biases, as I32, in which other formats store such words.
+fn take_words(found: &mut Found) {
+    let keys: HashSet<&str> = found.raws.iter().map(|raw| raw.key.as_str()).collect();
+    let is_of_mlx = |aside: &Aside| {
+        let module = aside.key.strip_suffix(".weight");
+        let has = |module: &str, part: &str| keys.contains(format!("{module}.{part}").as_str());
+        aside.dtype == "U32" && module.is_some_and(|m| has(m, "scales") && has(m, "biases"))
+    };
+    let words: HashSet<String> = (found.unreadable.iter())
+        .filter(|aside| is_of_mlx(aside))
+        .map(|aside| aside.key.clone())
+        .collect();
+    for aside in (found.unreadable).extract_if(.., |aside| words.contains(&aside.key)) {
+        found.raws.push(Raw {
+            key: aside.key,
+            type_code: 0,
+            encoding: Encoding::Dense(DType::I32),
+            shape: aside.shape,
+            span: aside.span,
+        });
+    }
+    found
+        .raws
+        .sort_by_key(|raw| (raw.span.source, raw.span.range.start));
 }
 
 /// Sets weights aside whose scales cannot be read, so that every remaining tensor can be read.
@@ -227,6 +254,7 @@ fn set_aside_scaled(found: &mut Found) {
 }
 
 fn assemble(sources: Vec<Source>, mut found: Found, metadata: Metadata) -> Result<Tensors> {
+    take_words(&mut found);
     set_aside_scaled(&mut found);
     let Found { raws, unreadable } = found;
     let tensors = raws.len() + unreadable.len();
@@ -400,7 +428,7 @@ impl Index {
         found.raws.retain(|raw| is_meant(&raw.key, raw.span.source));
         found
             .unreadable
-            .retain(|aside| is_meant(&aside.key, aside.source));
+            .retain(|aside| is_meant(&aside.key, aside.span.source));
     }
 }
 

@@ -766,6 +766,7 @@ impl Tensors {
             Stored::Int4(int4) => [int4.codes, int4.scales]
                 .into_iter()
                 .chain(int4.zeros)
+                .chain(int4.biases)
                 .chain(int4.also.iter().copied())
                 .collect(),
             Stored::Nf4(nf4) => [nf4.codes, nf4.absmax]

@@ -1,4 +1,4 @@
-//! 4-bit integers of GPTQ, AWQ and compressed-tensors: read with the values that codes, zero points and scales stand for, loaded, estimated and quantized.
+//! 4-bit integers of GPTQ, AWQ, compressed-tensors and MLX: read with the values that codes, zero points and scales stand for, loaded, estimated and quantized.
 
 use NVFP4::checkpoint::Encoding;
 use NVFP4::format::random;
@@ -87,6 +87,30 @@ fn short_scale(index: usize) -> bf16 {
     bf16::from_f32(0.5 + (word(900 + index) % 64) as f32 / 128.0)
 }
 
+/// A weight as MLX stores it.
+fn mlx(module: &str, [rows, cols]: [usize; 2]) -> Vec<Tensor> {
+    let codes = (0..rows * cols / 8).flat_map(|i| word(i).to_le_bytes());
+    let floats = |part: &str, value: fn(usize) -> bf16| {
+        let bytes = (0..rows * GROUPS).flat_map(|i| value(i).to_le_bytes());
+        let name = format!("{module}.{part}");
+        (name, "BF16", vec![rows, GROUPS], bytes.collect::<Vec<u8>>())
+    };
+    vec![
+        (
+            format!("{module}.weight"),
+            "U32",
+            vec![rows, cols / 8],
+            codes.collect(),
+        ),
+        floats("scales", short_scale),
+        floats("biases", bias),
+    ]
+}
+
+fn bias(index: usize) -> bf16 {
+    bf16::from_f32(-short_scale(index + 5).to_f32())
+}
+
 impl Rows {
     fn tensors(self, module: &str, [rows, cols]: [usize; 2]) -> Vec<Tensor> {
         let words = |part: &str, shape: [usize; 2]| {
@@ -156,6 +180,7 @@ enum Form {
     },
     Awq,
     Rows(Rows),
+    Mlx,
 }
 
 impl Form {
@@ -169,17 +194,26 @@ impl Form {
             return form.value(place);
         }
         let in_order = input * GROUPS / cols;
+        if let Form::Mlx = self {
+            let code = nibble((output * cols + input) / 8, input % 8);
+            let at = output * GROUPS + in_order;
+            return code as f32 * short_scale(at).to_f32() + bias(at).to_f32();
+        }
         let (group, of_output, offset) = match self {
             Form::Gptq { offset, is_ordered } => {
                 let group = if is_ordered { ordered(input) } else { in_order };
                 (group, output % 8, offset)
             }
-            Form::Awq | Form::Rows(_) => (in_order, [0, 4, 1, 5, 2, 6, 3, 7][output % 8], 0),
+            Form::Awq | Form::Rows(_) | Form::Mlx => {
+                (in_order, [0, 4, 1, 5, 2, 6, 3, 7][output % 8], 0)
+            }
         };
         let zero = (nibble(group * rows / 8 + output / 8, of_output) + offset) % 16;
         let code = match self {
             Form::Gptq { .. } => nibble(input / 8 * rows + output, input % 8),
-            Form::Awq | Form::Rows(_) => nibble(input * rows / 8 + output / 8, of_output),
+            Form::Awq | Form::Rows(_) | Form::Mlx => {
+                nibble(input * rows / 8 + output / 8, of_output)
+            }
         };
         (code - zero) as f32 * scale(group * rows + output).to_f32()
     }
@@ -260,6 +294,33 @@ fn packed_integers_of_compressed_tensors_are_read() {
             let all = with_attention(|module, shape| form.tensors(module, shape));
             check(&all, &config, Form::Rows(form));
         }
+    }
+}
+
+/// Affine codes for all modules or for one, and those of other sizes and modes, which are refused.
+#[test]
+fn integers_of_mlx_are_read() {
+    let all = with_attention(mlx);
+    let q_proj = format!("{ATTENTION}q_proj");
+    let four = json!({"group_size": 16, "bits": 4});
+    for config in [
+        four.clone(),
+        json!({"group_size": 16, "bits": 4, "mode": "affine"}),
+        json!({"group_size": 16, "bits": 4, q_proj.clone(): four}),
+    ] {
+        check(&all, &config, Form::Mlx);
+    }
+    for config in [
+        json!({"group_size": 16, "bits": 8}),
+        json!({"group_size": 32, "bits": 4}),
+        json!({"group_size": 16, "bits": 4, "mode": "mxfp4"}),
+        json!({"group_size": 16, "bits": 4, q_proj: {"group_size": 16, "bits": 6}}),
+    ] {
+        refused(
+            &all,
+            config,
+            "MLX integers (quantization in config.json: affine ones of 4 bits",
+        );
     }
 }
 

@@ -189,7 +189,7 @@ fn methods_that_the_config_names_are_refused_by_name() {
         ),
         (
             json!({"group_size": 64, "bits": 4}),
-            "4-bit MLX integers (quantization in config.json)",
+            "4-bit MLX integers (quantization in config.json:",
         ),
     ] {
         refused(&integers, method, words);

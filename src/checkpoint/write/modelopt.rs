@@ -160,6 +160,7 @@ impl ModelOptWriter {
             if let Some(Value::Object(config)) = &metadata.config {
                 let mut config = config.clone();
                 config.remove("quantization_config");
+                config.remove("quantization");
                 self.add_file("config.json", pretty(&Value::Object(config))?)?;
             }
             return Ok(());
@@ -224,6 +225,8 @@ impl ModelOptWriter {
             if has_int8 {
                 quantization["quantized_layers"] = Value::Object(layers);
             }
+            // That of MLX.
+            config.remove("quantization");
             config.insert("quantization_config".into(), quantization);
             self.add_file("config.json", pretty(&Value::Object(config))?)?;
         }
