@@ -80,33 +80,29 @@ pub fn gguf_parts(name: &str) -> Option<Vec<String>> {
     Some(set.names().collect())
 }
 
-/// What a folder without weights holds in their place, to follow a message about it; empty if nothing is known.
+/// Names the known substitute for weights in a folder, such as a pickle or an adapter, as the end of a message; empty if there is none.
 pub fn instead_of_weights(names: &[&str]) -> String {
-    let of = |is_it: fn(&str, &str) -> bool| {
-        let parts = |name: &&&str| {
-            name.rsplit_once('.')
-                .is_some_and(|(stem, ext)| is_it(stem, ext))
-        };
-        names.iter().find(parts)
+    let found = |stems: &[&str], extensions: &[&str]| {
+        names.iter().find(|name| match name.rsplit_once('.') {
+            Some((stem, extension)) => {
+                extensions.contains(&extension) && stems.iter().any(|own| stem.starts_with(own))
+            }
+            None => false,
+        })
     };
     if names.contains(&"adapter_config.json") {
         return "; it is an adapter, for --adapter beside the model that base_model_name_or_path in its adapter_config.json names".to_owned();
     }
-    if let Some(name) = of(|stem, extension| {
-        let is_of_torch =
-            ["pytorch_model", "consolidated", "model"].map(|own| stem.starts_with(own));
-        is_of_torch.contains(&true) && ["bin", "pt", "pth", "ckpt"].contains(&extension)
-    }) {
+    let of_torch = ["pytorch_model", "consolidated", "model"];
+    if let Some(name) = found(&of_torch, &["bin", "pt", "pth", "ckpt"]) {
         return format!(
             "; {name} is a pickle of PyTorch, which is a program and is not run: transformers' save_pretrained writes it as safetensors"
         );
     }
-    match of(|_, extension| {
-        [
-            "onnx", "h5", "msgpack", "engine", "mlmodel", "task", "litertlm",
-        ]
-        .contains(&extension)
-    }) {
+    let of_others = [
+        "onnx", "h5", "msgpack", "engine", "mlmodel", "task", "litertlm",
+    ];
+    match found(&[""], &of_others) {
         Some(name) => format!("; {name} is for another program"),
         None => String::new(),
     }

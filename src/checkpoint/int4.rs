@@ -19,7 +19,8 @@ pub(super) enum Packing {
     Gptq,
     /// Codes and zero points: a word has eight outputs, the even ones first.
     Awq,
-    /// Of compressed-tensors and MLX, not transposed. Codes: a word has eight inputs of an output. Zero points: a word has eight outputs, in order.
+    /// The weight is not transposed, as in compressed-tensors and MLX. Codes: a word has eight inputs of an output. Zero points: a word has
+    /// eight outputs, in order.
     Rows,
 }
 
@@ -36,7 +37,7 @@ pub(super) struct Int4 {
     pub(super) zeros: Option<usize>,
     /// `[groups, outputs]`, rows `[outputs, groups]`.
     pub(super) scales: usize,
-    /// Of MLX, in place of zero points: as the scales.
+    /// MLX's biases, in the shape and type of the scales. They replace zero points.
     pub(super) biases: Option<usize>,
     /// Type of the scales: F32, F16 or BF16.
     pub(super) scale_type: DType,

@@ -556,6 +556,36 @@ fn a_padding_id_out_of_range_is_ignored() {
     assert!(model::open_bytes("x.gguf", with("bos")).is_err());
 }
 
+/// Files of Qwen's vision models hold the text model; their axes of positions bear on pictures alone.
+#[test]
+fn the_text_models_of_qwens_vision_models_are_those_of_its_families() {
+    for (architecture, like) in [
+        ("qwen2vl", "qwen2"),
+        ("qwen3vl", "qwen3"),
+        ("qwen3vlmoe", "qwen3moe"),
+    ] {
+        let of = |name: &str, mut pairs: Vec<Vec<u8>>| {
+            let count = |key: &str, n| integer(&format!("{name}.{key}"), n);
+            if like == "qwen3moe" {
+                pairs.extend([count("expert_count", 8), count("expert_used_count", 3)]);
+            }
+            config(&small(name, pairs))
+        };
+        let sections: Vec<u8> = [4u32, 2, 2, 0]
+            .iter()
+            .flat_map(|n| n.to_le_bytes())
+            .collect();
+        let key = format!("{architecture}.rope.dimension_sections");
+        let layers = integer(&format!("{architecture}.n_deepstack_layers"), 3);
+        let sections = Gguf::array_pair(&key, 4, 4, &sections);
+        assert_eq!(
+            of(architecture, vec![sections, layers]),
+            of(like, vec![]),
+            "{architecture}"
+        );
+    }
+}
+
 #[test]
 fn a_window_makes_mistral_of_llama() {
     let c = config(&small("llama", vec![]));

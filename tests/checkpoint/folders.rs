@@ -56,7 +56,7 @@ fn what_a_folder_holds_in_place_of_weights_is_named() {
     }
 }
 
-/// What a clone without Git LFS leaves of large files.
+/// A clone without Git LFS has pointers in place of large files.
 #[test]
 fn pointers_of_git_lfs_are_named() {
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1503300328\n";

@@ -74,11 +74,14 @@ fn awq(module: &str, [rows, cols]: [usize; 2]) -> Vec<Tensor> {
     integers(module, rows, [cols, rows / 8])
 }
 
+/// Gives the group of an input.
+type Order = fn(usize) -> i32;
+
 /// As compressed-tensors stores it.
 #[derive(Clone, Copy)]
 struct Rows {
     has_zeros: bool,
-    order: Option<fn(usize) -> i32>,
+    order: Option<Order>,
     scale_type: &'static str,
 }
 
@@ -283,7 +286,7 @@ fn packed_integers_of_compressed_tensors_are_read() {
         "quant_method": "compressed-tensors", "format": "pack-quantized",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}
     });
-    let orders: [Option<fn(usize) -> i32>; 3] = [None, Some(|i| ordered(i) as i32), Some(|_| -1)];
+    let orders: [Option<Order>; 3] = [None, Some(|i| ordered(i) as i32), Some(|_| -1)];
     for (order, scale_type) in orders.into_iter().zip(["BF16", "F16", "F32"]) {
         for has_zeros in [false, true] {
             let form = Rows {

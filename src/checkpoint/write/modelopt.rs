@@ -225,7 +225,7 @@ impl ModelOptWriter {
             if has_int8 {
                 quantization["quantized_layers"] = Value::Object(layers);
             }
-            // That of MLX.
+            // MLX's description of other codes.
             config.remove("quantization");
             config.insert("quantization_config".into(), quantization);
             self.add_file("config.json", pretty(&Value::Object(config))?)?;
