@@ -4,11 +4,11 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 use NVFP4::base::ErrorKind;
-use NVFP4::base::call::Cancel;
+use NVFP4::base::call::{Cancel, Watch};
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::engine::{PrefixCounts, RestoredPrefixes, Served};
 use NVFP4::model::{Activations, KvType, LoadOptions};
@@ -591,4 +591,39 @@ fn other_threads_go_on_meanwhile() {
         drop((model, later));
         assert_eq!(memory::usage(Tag::KvCache).current, before, "{case}");
     }
+}
+
+/// Where a restore calls back it holds nothing: a callback that runs the model out of memory does not wait for the end of its own call.
+#[test]
+fn a_callback_of_a_restore_finds_no_memory() {
+    let dir = windows::lengthened("qwen3_tied");
+    let path = file("prefixes-callback");
+    let first = loaded(&dir.0, |_| ());
+    let tokens = some_tokens(&first, 160);
+    run(&first, KvType::F16, &tokens);
+    first.save_prefixes(&path.0).unwrap();
+    let bytes = first.statistics().blocks.cached_bytes;
+    let later = loaded(&dir.0, |o| o.kv_bytes = Some(bytes));
+    let (calls, is_inside) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let calls_back = || {
+        if !is_inside.swap(true, Ordering::Relaxed) {
+            // Once a block is filled, from then on.
+            let is_filled = later.statistics().blocks.blocks_cached > 0;
+            if is_filled || calls.load(Ordering::Relaxed) > 0 {
+                calls.fetch_add(1, Ordering::Relaxed);
+                let mut session = with(&later, |o| o.private = true);
+                session.prefill(&tokens).unwrap();
+                let refused = with(&later, |o| o.private = true).prefill(&tokens);
+                expect_kind(refused, ErrorKind::OutOfMemory, "in use");
+            }
+            is_inside.store(false, Ordering::Relaxed);
+        }
+        false
+    };
+    let watch = Watch {
+        flags: &[&calls_back],
+        ..Watch::default()
+    };
+    watch.during(|| later.restore_prefixes(&path.0)).unwrap();
+    assert!(calls.into_inner() > 0);
 }

@@ -134,7 +134,8 @@ impl Restoring<'_> {
         }
         let (cache, parts) = (self.trees.cache(node.tree), self.trees.parts(node.tree));
         self.loaded.load(&self.source, node)?;
-        let _hold = self.blocks.hold();
+        // No callback runs meanwhile: it may take blocks, and would wait for the end of this.
+        let hold = self.blocks.hold();
         let mut filling = Filling::new(self.blocks, cache, parts);
         match filling.take(&wanted) {
             Err(e) if e.kind().is_lack_of_memory() => return Ok(false),
@@ -153,7 +154,9 @@ impl Restoring<'_> {
             blocks: &filling.finish(),
             times: &times.collect::<Vec<_>>(),
         };
-        if let Some(id) = self.blocks.enter(&entry) {
+        let id = self.blocks.enter(&entry);
+        drop(hold);
+        if let Some(id) = id {
             self.at[number] = Some(id);
             self.entered.push(id);
             for slot in wanted {
