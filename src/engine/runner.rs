@@ -186,6 +186,8 @@ impl Drop for Lending<'_> {
                 None => return,
                 Some(index) if state.posted[index].taken.is_none() => {
                     state.posted.remove(index);
+                    // This caller may be the one that was to lead.
+                    state.wake_next();
                     return;
                 }
                 Some(_) => {}
@@ -210,9 +212,7 @@ impl Drop for Lead<'_> {
                 .fail(err!(Internal, "the pass of this request failed"));
             posted.caller.wake();
         }
-        if let Some(next) = state.posted.first() {
-            next.caller.wake();
-        }
+        state.wake_next();
     }
 }
 
@@ -261,6 +261,13 @@ impl State {
         let is_other = |end: &&End| end.thread != this_thread();
         let last = self.last_ends.iter().flatten().find(is_other);
         self.others_generate() || last.is_some_and(|end| end.at.elapsed() < RELEASE_TIME)
+    }
+
+    /// Wakes the caller that is to lead, while nobody does.
+    fn wake_next(&self) {
+        if let (None, Some(next)) = (self.leader, self.posted.first()) {
+            next.caller.wake();
+        }
     }
 
     /// Whether a caller's request is in the list.

@@ -1,7 +1,7 @@
 //! Threads that use one model, each with sessions of its own: their tokens run in the same passes, and each gets what it gets alone.
 
 use std::ops::ControlFlow;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -468,6 +468,67 @@ fn a_generation_that_waits_for_memory_can_be_cancelled() {
         assert_eq!(waits.join().unwrap(), (Finish::Cancelled, 0));
         ends.send(()).unwrap();
         assert_eq!(holds.join().unwrap(), 1);
+    });
+    assert_eq!(model.blocks_used(), 0);
+}
+
+/// A caller that panics as it is to lead leaves the lead to the next one.
+#[test]
+fn a_caller_that_panics_passes_the_lead_on() {
+    let dir = windows::lengthened("qwen3_tied");
+    let model = Served::load(&dir.0, &options()).unwrap();
+    let tokens = some_tokens(&model, 900);
+    let [ends, has_ended] = [false, false].map(AtomicBool::new);
+    let prefill = || with(&model, |options| options.private = true).prefill(&tokens);
+    let waiting = |count| {
+        while model.statistics().waiting < count {
+            thread::sleep(Duration::from_millis(1));
+        }
+    };
+    let (done, is_done) = mpsc::channel();
+    thread::scope(|scope| {
+        let (begins, begun) = mpsc::channel();
+        let (prefill, waiting, ends, has_ended) = (&prefill, &waiting, &ends, &has_ended);
+        scope.spawn(move || {
+            let progress = |_: Progress| {
+                begins.send(()).unwrap();
+                // The others come while the pass of this prompt runs, and are in none when it ends.
+                waiting(2);
+                ends.store(true, Ordering::SeqCst);
+                ControlFlow::Continue(())
+            };
+            let watch = Watch {
+                progress: Some(&progress),
+                ..Watch::default()
+            };
+            watch.during(prefill).unwrap();
+            has_ended.store(true, Ordering::SeqCst);
+        });
+        begun.recv().unwrap();
+        let panics = scope.spawn(move || {
+            let flag = || {
+                if ends.load(Ordering::SeqCst) {
+                    while !has_ended.load(Ordering::SeqCst) {
+                        thread::yield_now();
+                    }
+                    panic!("in a flag");
+                }
+                false
+            };
+            let watch = Watch {
+                flags: &[&flag],
+                ..Watch::default()
+            };
+            watch.during(prefill)
+        });
+        waiting(1);
+        scope.spawn(move || done.send(prefill().is_ok()).unwrap());
+        if is_done.recv_timeout(Duration::from_secs(60)) != Ok(true) {
+            // The thread that waits would keep the test from ending.
+            eprintln!("nobody leads");
+            std::process::abort();
+        }
+        assert!(panics.join().is_err());
     });
     assert_eq!(model.blocks_used(), 0);
 }
