@@ -5,13 +5,13 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, Once, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, Once, PoisonError, RwLock, Weak};
 
 use super::alloc;
 
-/// A lock that is held while the process forks, so that no other thread holds it at that moment.
-pub trait Held: Sync {
-    /// Takes the lock until the result is dropped.
+/// Locks that are held while the process forks, so that no other thread holds them at that moment.
+pub trait Held: Send + Sync {
+    /// Takes the locks until the result is dropped.
     fn hold(&'static self) -> Box<dyn Any>;
 }
 
@@ -29,9 +29,10 @@ impl<T: Send + Sync + 'static> Held for RwLock<T> {
 
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 static LOCKS: Mutex<Vec<&'static dyn Held>> = Mutex::new(Vec::new());
+static OWNERS: Mutex<Vec<Weak<dyn Held>>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// Locks that the forking thread holds during a fork.
+    /// Locks that the forking thread holds during a fork, and then their owners, which the last drops need free locks for.
     /// Empty at all other times, so that a thread's end need not drop it: see `abi::guard` on thread destructors.
     static HELD: RefCell<ManuallyDrop<Vec<Box<dyn Any>>>> =
         const { RefCell::new(ManuallyDrop::new(Vec::new())) };
@@ -39,9 +40,17 @@ thread_local! {
 
 extern "C" fn before() {
     HELD.with_borrow_mut(|held| {
+        let owners = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let alive: Vec<Arc<dyn Held>> = owners.iter().filter_map(Weak::upgrade).collect();
+        for owner in &alive {
+            // SAFETY: `HELD` drops the owner after its locks.
+            let owner = unsafe { &*Arc::as_ptr(owner) };
+            held.push(owner.hold());
+        }
         let locks = LOCKS.lock().unwrap_or_else(PoisonError::into_inner);
         held.extend(locks.iter().map(|lock| lock.hold()));
-        held.push(Box::new(locks));
+        held.push(Box::new((locks, owners)));
+        held.push(Box::new(alive));
     });
     // This one comes last, because taking the others may allocate.
     alloc::hold();
@@ -70,6 +79,15 @@ fn watch() {
 pub fn generation() -> u32 {
     watch();
     GENERATION.load(Ordering::Relaxed)
+}
+
+/// No other thread holds a lock of `owner` during a fork, as long as it lives. Its locks are taken before those of [`keep_whole`], and code
+/// that holds one of another owner takes none of its own.
+pub fn keep_owner_whole(owner: Weak<dyn Held>) {
+    watch();
+    let mut all = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|owner| owner.strong_count() > 0);
+    all.push(owner);
 }
 
 /// From now on, no other thread holds any of `locks` during a fork. They are taken in this order.

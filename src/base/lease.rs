@@ -1,6 +1,7 @@
 //! A lease on shared state that its owner changes from time to time, such as weights under training. Users and changes wait for each other,
 //! in the order in which they come.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
@@ -87,6 +88,11 @@ impl Lease {
             };
         }
         state
+    }
+
+    /// Takes the lock on its state until the result is dropped: see [`fork::Held`].
+    pub fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(self.state())
     }
 
     /// Number of changes so far.

@@ -495,6 +495,11 @@ impl<T: Plain> Buffer<T> {
     pub fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
+
+    /// The address of the first element, for whoever keeps apart who reads and who writes which of them.
+    pub fn address(&self) -> NonNull<T> {
+        self.data
+    }
 }
 
 impl<T: Plain> Drop for Buffer<T> {

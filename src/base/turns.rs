@@ -1,5 +1,6 @@
 //! A fair queue for a resource with one user at a time: first come, first served, and a waiting caller can give up.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
@@ -161,6 +162,11 @@ impl Turns {
             }
             waiter.sleep(if is_next { GRACE } else { PATIENCE });
         }
+    }
+
+    /// Takes the lock on the queue until the result is dropped: see [`fork::Held`].
+    pub fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(self.queue())
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {

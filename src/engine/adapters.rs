@@ -1,5 +1,6 @@
 //! Adapters of a served model, and the count of sequences that use each, by which who unloads one can wait.
 
+use std::any::Any;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -112,6 +113,11 @@ pub(super) struct Adapters {
 }
 
 impl Adapters {
+    /// Takes the lock on the list until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(lock(&self.all))
+    }
+
     pub(super) fn add(&self, adapter: Adapter) -> Arc<LoadedAdapter> {
         let adapter = Arc::new(LoadedAdapter {
             adapter,

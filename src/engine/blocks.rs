@@ -1,6 +1,7 @@
 //! The blocks of a model: their users, and their memory. Blocks of the prefix index that no sequence uses are cached within a limit, and give way
 //! as soon as a sequence needs memory.
 
+use std::any::Any;
 use std::collections::hash_map::RandomState;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -91,6 +92,11 @@ impl Blocks {
 
     pub(super) fn new_id(&self) -> u64 {
         self.sequences.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Takes the lock on its state until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(self.state())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -1,5 +1,6 @@
 //! Weights that a trainer changes: passes over them, and its steps, wait for each other.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use crate::base::Result;
@@ -21,6 +22,11 @@ impl Leased {
             renewed: AtomicU64::new(lease.epoch()),
             lease: lease.clone(),
         }
+    }
+
+    /// Takes the lock on the lease until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        self.lease.locked()
     }
 
     /// Fails on a thread in which a step of the trainer runs.

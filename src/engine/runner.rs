@@ -4,6 +4,7 @@
 //! Sequences that generate come with their next tokens soon after a pass, so a leader waits for them for a moment: see
 //! [`Served::generates`](super::Served::generates).
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -454,6 +455,11 @@ impl Runner {
             share,
             ..Runner::default()
         }
+    }
+
+    /// Takes the lock on its state until the result is dropped: see [`fork::Held`].
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(self.state())
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

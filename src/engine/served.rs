@@ -1,11 +1,12 @@
 //! A model with its text side: tokenizer, chat template, answer form, sampling defaults and stop tokens. Sessions run it. A trainer serves the
 //! weights that it trains in one too: a lease keeps its steps and the passes of the sessions apart, and the model follows each step.
 
+use std::any::Any;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -20,11 +21,10 @@ use super::same_tokens::Alike;
 use super::saved::{self, PrefixCounts, RestoredPrefixes};
 use super::sequence::Sequence;
 use super::times::PromptShare;
-use crate::base::Result;
-use crate::base::call;
 use crate::base::error::{Error, bail};
 use crate::base::files::GivenFiles;
 use crate::base::lease::{Change, Held, Lease};
+use crate::base::{Result, call, fork};
 use crate::checkpoint::{Checkpoint, Metadata, no_tokenizer};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
@@ -197,7 +197,7 @@ impl Served {
             sampling,
         } = generation::read(model.spec(), &metadata.tokenizer, &text)?;
         let chat = ChatText::of_model(text.template, text.tokenizer.as_deref());
-        Ok(Arc::new(Served {
+        let served = Arc::new(Served {
             blocks: Blocks::new(&model, options),
             runner: Runner::new(options.map_or_else(PromptShare::default, prompt_share)),
             roles: roles(model.spec(), text.roles),
@@ -215,7 +215,10 @@ impl Served {
             alike: Alike::default(),
             evicted: AtomicU64::new(0),
             leased,
-        }))
+        });
+        let weak: Weak<Served> = Arc::downgrade(&served);
+        fork::keep_owner_whole(weak);
+        Ok(served)
     }
 
     /// The weights, without their text side and without the lease of a trainer.
@@ -533,6 +536,20 @@ impl Served {
     /// template writes after an answer, and those that are known by their names to end turns.
     pub fn stop_tokens(&self) -> &[u32] {
         &self.stop_tokens
+    }
+}
+
+/// The locks that sequences of the child of a fork need, in the order in which code takes them.
+impl fork::Held for Served {
+    fn hold(&'static self) -> Box<dyn Any> {
+        let mut held = vec![
+            self.runner.locked(),
+            self.blocks.locked(),
+            self.adapters.locked(),
+        ];
+        held.extend(self.leased.as_ref().map(Leased::locked));
+        held.extend(self.model.locked());
+        Box::new(held)
     }
 }
 

@@ -33,6 +33,7 @@ mod trained;
 pub mod training;
 pub mod weights;
 
+use std::any::Any;
 use std::collections::{BTreeMap, HashSet};
 use std::hash::Hasher;
 use std::path::Path;
@@ -393,6 +394,14 @@ impl Model {
     /// The device that it runs on.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Takes the lock on the queue of passes, and those of its sequences' memory, until the result is dropped: see
+    /// [`fork::Held`](crate::base::fork::Held).
+    pub fn locked(&'static self) -> Vec<Box<dyn Any>> {
+        let mut held = self.kv.locked();
+        held.push(self.turns.locked());
+        held
     }
 
     /// The memory of its sequences' keys and values.

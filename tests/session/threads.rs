@@ -472,6 +472,35 @@ fn a_generation_that_waits_for_memory_can_be_cancelled() {
     assert_eq!(model.blocks_used(), 0);
 }
 
+/// The progress callback of a pass may end other sessions of the model, and ask what it holds.
+#[test]
+fn a_callback_of_a_pass_ends_other_sessions() {
+    let dir = windows::lengthened("qwen35_tied");
+    let model = Served::load(&dir.0, &options()).unwrap();
+    let tokens = some_tokens(&model, 900);
+    let others: Vec<_> = (0..3).map(|_| filled(&model, 60)).collect();
+    let others = std::cell::RefCell::new(others);
+    let progress = |at: Progress| {
+        if at.done < at.total
+            && let Some(mut other) = others.borrow_mut().pop()
+        {
+            other.truncate(10).unwrap();
+            drop(other.fork().unwrap());
+            assert!(model.statistics().blocks.blocks_used > 0);
+        }
+        ControlFlow::Continue(())
+    };
+    let watch = Watch {
+        progress: Some(&progress),
+        ..Watch::default()
+    };
+    while !others.borrow().is_empty() {
+        let mut session = with(&model, |options| options.private = true);
+        watch.during(|| session.prefill(&tokens)).unwrap();
+    }
+    assert_eq!(model.blocks_used(), 0);
+}
+
 /// A caller that panics as it is to lead leaves the lead to the next one.
 #[test]
 fn a_caller_that_panics_passes_the_lead_on() {
@@ -531,4 +560,42 @@ fn a_caller_that_panics_passes_the_lead_on() {
         assert!(panics.join().is_err());
     });
     assert_eq!(model.blocks_used(), 0);
+}
+
+/// The child of a fork uses models that threads of its parent were using: it finds no lock that one of them held.
+#[test]
+fn a_forked_process_runs_the_model_that_threads_were_running() {
+    let model = load("qwen35_tied");
+    let run = |count| {
+        let mut session = filled(&model, count);
+        session.generate(&drawn(20), &mut go).unwrap().tokens
+    };
+    let (want, stop) = (run(9), AtomicBool::new(false));
+    thread::scope(|scope| {
+        for thread in 0..3 {
+            let (run, stop) = (&run, &stop);
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    run(20 + thread);
+                }
+            });
+        }
+        let hung = (0..60).position(|_| {
+            // SAFETY: the child runs the model and exits without running any of the parent's code.
+            let pid = unsafe { libc::fork() };
+            if pid == 0 {
+                // SAFETY: as above. A child that waits for ever ends.
+                unsafe {
+                    libc::alarm(20);
+                    libc::_exit(i32::from(run(9) != want));
+                }
+            }
+            let mut status = -1;
+            // SAFETY: the child of above, and a variable of this frame.
+            unsafe { libc::waitpid(pid, &raw mut status, 0) };
+            status != 0
+        });
+        stop.store(true, Ordering::Relaxed);
+        assert_eq!(hung, None, "the first fork whose child failed");
+    });
 }

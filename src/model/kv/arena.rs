@@ -1,10 +1,11 @@
 //! The keys and values of a group's layers, in blocks of some positions.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use super::blocks::{BlockArena, Reserve};
 use super::group::KvGroup;
-use super::{HOST_PAGE, KvLayout, KvPages, KvType};
+use super::{HOST_PAGE, KvLayout, KvPages, KvType, NULL_BLOCK};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
@@ -65,6 +66,11 @@ impl KvArena {
     /// Positions that a token sees, its own included; all if `None`.
     pub fn window(&self) -> Option<usize> {
         self.window
+    }
+
+    /// Takes the locks of its blocks until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        self.blocks.locked()
     }
 
     /// Layers of the group.
@@ -131,45 +137,38 @@ impl KvArena {
         keys: &[f32],
         values: &[f32],
     ) -> Result<()> {
-        let mut memory = self.blocks.host()?;
         for (i, (keys, values)) in self.layout.rows(keys, values)?.enumerate() {
             let position = first + i;
-            let block = blocks.get(position / self.positions);
-            let buffer = block.and_then(|&block| memory.get_mut(block as usize)?.as_mut());
-            let Some(buffer) = buffer else {
+            let Some(&block) = blocks.get(position / self.positions) else {
                 bail!(Internal, "position {position} of a sequence has no block");
             };
             let slot = position % self.positions;
             self.layout
-                .write(&mut buffer[self.page(layer)], slot, keys, values)?;
+                .write(self.page_to_write(layer, block)?, slot, keys, values)?;
         }
         Ok(())
     }
 
-    /// Calls `work` with the pages of a layer in host memory.
-    pub(super) fn with_pages<T>(
-        &self,
-        layer: usize,
-        blocks: &[u32],
-        work: impl FnOnce(KvPages<'_>) -> Result<T>,
-    ) -> Result<T> {
-        let memory = self.blocks.host()?;
-        let pages = blocks.iter().map(|&block| {
-            let buffer = memory.get(block as usize).and_then(Option::as_ref);
-            buffer.map_or(&[][..], |buffer| &buffer[self.page(layer)])
+    /// The pages of a layer in host memory, empty where positions are no longer kept.
+    pub(super) fn pages(&self, layer: usize, blocks: &[u32]) -> Result<KvPages<'_>> {
+        let pages = blocks.iter().map(|&block| match block {
+            NULL_BLOCK => Ok(&[][..]),
+            block => self.page_to_read(layer, block),
         });
-        work(KvPages::new(self.layout, pages.collect())?)
+        KvPages::new(self.layout, pages.collect::<Result<_>>()?)
     }
 
-    /// Changes the page of a layer in host memory.
-    pub(super) fn with_page_mut(
-        &self,
-        layer: usize,
-        block: u32,
-        work: impl FnOnce(&mut [u8]) -> Result<()>,
-    ) -> Result<()> {
-        self.blocks
-            .with_block(block, |bytes| work(&mut bytes[self.page(layer)]))
+    /// The page of a layer in host memory.
+    pub(super) fn page_to_read(&self, layer: usize, block: u32) -> Result<&[u8]> {
+        // SAFETY: the caller has a sequence that uses the block. Blocks that several use are not written.
+        unsafe { self.blocks.read(block, self.page(layer)) }
+    }
+
+    /// The page of a layer in host memory, of a block that only the caller's sequence uses.
+    #[expect(clippy::mut_from_ref, reason = "one sequence uses the block")]
+    pub(super) fn page_to_write(&self, layer: usize, block: u32) -> Result<&mut [u8]> {
+        // SAFETY: the caller has the only sequence that uses the block.
+        unsafe { self.blocks.write(block, self.page(layer)) }
     }
 
     /// The page of a layer on a GPU.

@@ -1,7 +1,8 @@
 //! Memory in numbered blocks of one size, in host memory or on a GPU.
 
+use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -34,6 +35,11 @@ impl Reserve {
             bytes,
             left: Mutex::new(claim),
         })
+    }
+
+    /// Takes the lock on what is left until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(lock(&self.left))
     }
 
     /// Bytes set aside, if any were.
@@ -122,6 +128,15 @@ impl BlockArena {
             block_bytes,
             taken: Mutex::default(),
         }
+    }
+
+    /// Takes the locks of blocks in host memory until the result is dropped. The child of a fork has no GPU.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        let blocks = match &self.store {
+            Store::Host(blocks) => Some(lock(blocks)),
+            Store::Gpu { .. } => None,
+        };
+        Box::new((blocks, lock(&self.taken)))
     }
 
     /// Bytes of a block.
@@ -224,24 +239,46 @@ impl BlockArena {
         start..start + self.block_bytes
     }
 
-    /// Calls `work` with the bytes of a block in host memory.
-    pub(super) fn with_block<T>(
-        &self,
-        block: u32,
-        work: impl FnOnce(&mut [u8]) -> Result<T>,
-    ) -> Result<T> {
-        let mut blocks = self.host()?;
-        match blocks.get_mut(block as usize).and_then(Option::as_mut) {
-            Some(buffer) => work(buffer),
-            None => bail!(Internal, "block {block} is free"),
-        }
+    /// Some bytes of a block in host memory, to read. The arena is not locked meanwhile: callbacks of a pass may free other blocks.
+    ///
+    /// # Safety
+    /// A user of the block keeps it as long as the result lives, and nobody writes these bytes meanwhile.
+    pub(super) unsafe fn read(&self, block: u32, bytes: Range<usize>) -> Result<&[u8]> {
+        // SAFETY: memory of the block, which the caller says is neither freed nor written.
+        Ok(unsafe { &*self.on_host(block, bytes)? })
     }
 
-    /// All blocks in host memory, by number.
-    pub(super) fn host(&self) -> Result<MutexGuard<'_, Vec<Option<Buffer<u8>>>>> {
-        match &self.store {
-            Store::Host(blocks) => Ok(lock(blocks)),
-            Store::Gpu { .. } => bail!(Internal, "blocks on a GPU for host memory"),
+    /// Some bytes of a block in host memory, to change, like [`BlockArena::read`].
+    ///
+    /// # Safety
+    /// The caller is the only user of the block as long as the result lives.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the caller is the only user of the block"
+    )]
+    pub(super) unsafe fn write(&self, block: u32, bytes: Range<usize>) -> Result<&mut [u8]> {
+        // SAFETY: memory of the block, which the caller says nobody else uses.
+        Ok(unsafe { &mut *self.on_host(block, bytes)? })
+    }
+
+    /// The address of some bytes of a block in host memory, which stays until the block is freed.
+    fn on_host(&self, block: u32, bytes: Range<usize>) -> Result<*mut [u8]> {
+        let Store::Host(blocks) = &self.store else {
+            bail!(Internal, "blocks on a GPU for host memory");
+        };
+        let blocks = lock(blocks);
+        match blocks.get(block as usize).and_then(Option::as_ref) {
+            Some(buffer) if bytes.end <= buffer.len() && bytes.start <= bytes.end => {
+                // SAFETY: within the buffer, as was just checked.
+                let first = unsafe { buffer.address().as_ptr().add(bytes.start) };
+                Ok(std::ptr::slice_from_raw_parts_mut(first, bytes.len()))
+            }
+            Some(_) => bail!(
+                Internal,
+                "bytes {bytes:?} of a block of {}",
+                self.block_bytes
+            ),
+            None => bail!(Internal, "block {block} is free"),
         }
     }
 

@@ -69,10 +69,7 @@ impl KvCache {
                     next(&mut page)?;
                     let held = HOST_PAGE.min(len.saturating_sub(i * HOST_PAGE));
                     arena.layout().check_read(&mut page, held)?;
-                    arena.with_page_mut(index, block, |to| {
-                        to.copy_from_slice(&page);
-                        Ok(())
-                    })?;
+                    arena.page_to_write(index, block)?.copy_from_slice(&page);
                     continue;
                 }
                 let mut whole = memory::zeros(arena.page_bytes())?;
@@ -160,13 +157,7 @@ impl<'a> PageReader<'a> {
             ..
         } = self;
         if arena.gpu().is_none() {
-            // Copied, because `each` may take long and the arena is locked.
-            page.clear();
-            arena.with_page_mut(*layer, block, |bytes| {
-                page.extend_from_slice(bytes);
-                Ok(())
-            })?;
-            return each(page);
+            return each(arena.page_to_read(*layer, block)?);
         }
         if self.block != block {
             arena.page_on_gpu(*layer, block)?.read(0, page)?;

@@ -10,6 +10,7 @@ mod sizes;
 mod state;
 mod tables;
 
+use std::any::Any;
 use std::sync::Arc;
 
 pub use arena::KvArena;
@@ -102,6 +103,16 @@ impl KvMemory {
     pub fn cache(&self, kind: KvType) -> Result<&Arc<KvCache>> {
         let slot = &self.caches[kind as usize];
         slot.get_or_try(|| KvCache::new(self, kind).map(Arc::new))
+    }
+
+    /// Takes the locks of its blocks until the result is dropped.
+    pub fn locked(&'static self) -> Vec<Box<dyn Any>> {
+        let caches = self.caches.iter().filter_map(TryOnce::get);
+        let blocks = caches.flat_map(|cache| {
+            let states = cache.state.iter().map(StateArena::locked);
+            cache.arenas.iter().map(KvArena::locked).chain(states)
+        });
+        blocks.chain([self.reserve.locked()]).collect()
     }
 
     /// Layers that are alike, in the order of their first layers.
@@ -282,10 +293,8 @@ impl KvCache {
         let (arena, group, index) = self.of_layer(layer)?;
         let blocks = tables.blocks(group);
         let Some(gpu) = arena.gpu() else {
-            return arena.with_pages(index, blocks, |pages| {
-                let cache = CachedLayer::Host(pages);
-                attention::attention(device, q, shape, sinks, &cache, first, out, workspace)
-            });
+            let cache = CachedLayer::Host(arena.pages(index, blocks)?);
+            return attention::attention(device, q, shape, sinks, &cache, first, out, workspace);
         };
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;
         let cache = CachedLayer::Cuda(self.on_gpu(layer, &table, blocks.len(), 0, None)?);

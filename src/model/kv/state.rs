@@ -2,12 +2,13 @@
 //! position, f32, layer by layer. Unlike keys and values it has one size however long the sequence is, and cannot be cut: whoever wants
 //! to come back to a position keeps its block.
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::blocks::{BlockArena, Reserve};
 use super::{NULL_BLOCK, StateBlocks};
-use crate::base::error::{bail, err};
+use crate::base::error::bail;
 use crate::base::size::product;
 use crate::base::{Result, memory};
 use crate::cuda::{Arenas, DeviceSlice, RecurrentStates};
@@ -78,6 +79,11 @@ impl StateArena {
         }))
     }
 
+    /// Takes the locks of its blocks until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        self.blocks.locked()
+    }
+
     /// Bytes of a block.
     pub fn block_bytes(&self) -> usize {
         self.blocks.block_bytes()
@@ -95,29 +101,24 @@ impl StateArena {
 
     /// Calls `each` with the bytes of a block.
     pub fn read(&self, block: u32, each: impl FnOnce(&[u8]) -> Result<()>) -> Result<()> {
-        // Copied, because `each` may take long and the arena is locked.
-        let mut bytes = memory::zeros(self.block_bytes())?;
-        match self.blocks.gpu() {
-            None => self.blocks.with_block(block, |held| {
-                bytes.copy_from_slice(held);
-                Ok(())
-            })?,
-            Some(_) => self.on_device(block)?.read(0, &mut bytes)?,
+        if self.blocks.gpu().is_none() {
+            // SAFETY: the caller has a sequence that uses the block. Blocks that several use are not written.
+            return each(unsafe { self.blocks.read(block, 0..self.block_bytes()) }?);
         }
+        let mut bytes = memory::zeros(self.block_bytes())?;
+        self.on_device(block)?.read(0, &mut bytes)?;
         each(&bytes)
     }
 
     /// Fills a block with the bytes that `next` gives.
     pub fn write(&self, block: u32, next: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        if self.blocks.gpu().is_none() {
+            // SAFETY: the caller has the only sequence that uses the block.
+            return next(unsafe { self.blocks.write(block, 0..self.block_bytes()) }?);
+        }
         let mut bytes = memory::zeros(self.block_bytes())?;
         next(&mut bytes)?;
-        match self.blocks.gpu() {
-            None => self.blocks.with_block(block, |held| {
-                held.copy_from_slice(&bytes);
-                Ok(())
-            }),
-            Some(_) => self.on_device(block)?.write(0, &bytes),
-        }
+        self.on_device(block)?.write(0, &bytes)
     }
 
     fn on_device(&self, block: u32) -> Result<DeviceSlice<'_>> {
@@ -143,18 +144,13 @@ impl StateArena {
     ) -> Result<()> {
         let range = self.range(layer, part)?;
         let StateBlocks { read, write } = blocks;
-        let mut memory = self.blocks.host()?;
-        let free = |block| err!(Internal, "block {block} of the recurrent state is free");
-        if read != write && read != NULL_BLOCK {
-            let both = memory.get_disjoint_mut([read as usize, write as usize]);
-            let [from, to] = both.map_err(|_| free(write))?;
-            let (from, to) = (from.as_ref().zip(to.as_mut())).ok_or_else(|| free(read))?;
-            to[range.clone()].copy_from_slice(&from[range.clone()]);
-        }
-        let buffer = memory.get_mut(write as usize).and_then(Option::as_mut);
-        let bytes = &mut buffer.ok_or_else(|| free(write))?[range];
-        if read == NULL_BLOCK {
-            bytes.fill(0);
+        // SAFETY: the caller has the only sequence that uses the block.
+        let bytes = unsafe { self.blocks.write(write, range.clone()) }?;
+        match read {
+            NULL_BLOCK => bytes.fill(0),
+            _ if read == write => {}
+            // SAFETY: the sequence uses this block too, and it is another one. Blocks that several use are not written.
+            _ => bytes.copy_from_slice(unsafe { self.blocks.read(read, range) }?),
         }
         work(floats(bytes)?)
     }
