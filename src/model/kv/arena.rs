@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::blocks::{BlockArena, Reserve};
 use super::group::KvGroup;
-use super::{HOST_PAGE, KvLayout, KvPages, KvType, NULL_BLOCK};
+use super::{HOST_PAGE, KvLayout, KvPages, KvType};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::size::product;
@@ -151,11 +151,9 @@ impl KvArena {
 
     /// The pages of a layer in host memory, empty where positions are no longer kept.
     pub(super) fn pages(&self, layer: usize, blocks: &[u32]) -> Result<KvPages<'_>> {
-        let pages = blocks.iter().map(|&block| match block {
-            NULL_BLOCK => Ok(&[][..]),
-            block => self.page_to_read(layer, block),
-        });
-        KvPages::new(self.layout, pages.collect::<Result<_>>()?)
+        // SAFETY: as of `page_to_read`.
+        let pages = unsafe { self.blocks.read_each(blocks, self.page(layer)) }?;
+        KvPages::new(self.layout, pages)
     }
 
     /// The page of a layer in host memory.

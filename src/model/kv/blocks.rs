@@ -2,8 +2,9 @@
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use super::NULL_BLOCK;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::lock::lock;
@@ -245,7 +246,25 @@ impl BlockArena {
     /// A user of the block keeps it as long as the result lives, and nobody writes these bytes meanwhile.
     pub(super) unsafe fn read(&self, block: u32, bytes: Range<usize>) -> Result<&[u8]> {
         // SAFETY: memory of the block, which the caller says is neither freed nor written.
-        Ok(unsafe { &*self.on_host(block, bytes)? })
+        Ok(unsafe { &*self.bytes_of(&self.host()?, block, bytes)? })
+    }
+
+    /// Some bytes of each of several blocks, like [`BlockArena::read`]; none of [`NULL_BLOCK`].
+    ///
+    /// # Safety
+    /// As of [`BlockArena::read`], for each block.
+    pub(super) unsafe fn read_each(
+        &self,
+        blocks: &[u32],
+        bytes: Range<usize>,
+    ) -> Result<Vec<&[u8]>> {
+        let held = self.host()?;
+        let of_block = |&block: &u32| match block {
+            NULL_BLOCK => Ok(&[][..]),
+            // SAFETY: as in `read`.
+            block => Ok(unsafe { &*self.bytes_of(&held, block, bytes.clone())? }),
+        };
+        blocks.iter().map(of_block).collect()
     }
 
     /// Some bytes of a block in host memory, to change, like [`BlockArena::read`].
@@ -258,15 +277,24 @@ impl BlockArena {
     )]
     pub(super) unsafe fn write(&self, block: u32, bytes: Range<usize>) -> Result<&mut [u8]> {
         // SAFETY: memory of the block, which the caller says nobody else uses.
-        Ok(unsafe { &mut *self.on_host(block, bytes)? })
+        Ok(unsafe { &mut *self.bytes_of(&self.host()?, block, bytes)? })
     }
 
-    /// The address of some bytes of a block in host memory, which stays until the block is freed.
-    fn on_host(&self, block: u32, bytes: Range<usize>) -> Result<*mut [u8]> {
-        let Store::Host(blocks) = &self.store else {
-            bail!(Internal, "blocks on a GPU for host memory");
-        };
-        let blocks = lock(blocks);
+    /// All blocks in host memory, by number.
+    fn host(&self) -> Result<MutexGuard<'_, Vec<Option<Buffer<u8>>>>> {
+        match &self.store {
+            Store::Host(blocks) => Ok(lock(blocks)),
+            Store::Gpu { .. } => bail!(Internal, "blocks on a GPU for host memory"),
+        }
+    }
+
+    /// The address of some bytes of a block, which stays until the block is freed.
+    fn bytes_of(
+        &self,
+        blocks: &[Option<Buffer<u8>>],
+        block: u32,
+        bytes: Range<usize>,
+    ) -> Result<*mut [u8]> {
         match blocks.get(block as usize).and_then(Option::as_ref) {
             Some(buffer) if bytes.end <= buffer.len() && bytes.start <= bytes.end => {
                 // SAFETY: within the buffer, as was just checked.

@@ -112,7 +112,7 @@ fn texts_by_masks_fit_the_grammar() {
             let (mut state, mut bytes) = (grammar.begin().unwrap(), Vec::new());
             for step in 0..40 {
                 let ends = state.is_over() || state.is_accepting().unwrap();
-                if state.is_over() || ends && bits(text, 2 * step) % 4 == 0 {
+                if state.is_over() || ends && bits(text, 2 * step).is_multiple_of(4) {
                     let text = String::from_utf8(bytes).unwrap();
                     assert!(Recognizer::fits(&rules, &text), "{source}: {text:?}");
                     whole += 1;
