@@ -132,6 +132,18 @@ mod tests {
     }
 
     #[test]
+    fn negative_ids_are_no_stop_tokens() {
+        let of = |file: Value| eos(file.as_object().unwrap());
+        for (ids, want) in [(json!(-1), vec![]), (json!([7, -1, 3]), vec![7, 3])] {
+            assert_eq!(of(json!({"eos_token_id": ids})).unwrap(), want);
+        }
+        for ids in [json!("7"), json!([7, 1.5]), json!([1u64 << 40])] {
+            let refused = of(json!({"eos_token_id": ids}));
+            expect_kind(refused, ErrorKind::CorruptFile, "'eos_token_id' is");
+        }
+    }
+
+    #[test]
     fn what_is_no_sampling_is_named() {
         for (file, words) in [
             (

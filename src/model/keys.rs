@@ -142,11 +142,13 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// The token ids in `value`: one, or a list.
+/// The token ids in `value`: one, or a list. Negative ones, by which files say that there is none, are left out.
 pub(crate) fn token_ids(value: &Value) -> Option<Vec<u32>> {
+    let all = match value {
+        Value::Array(list) => &list[..],
+        one => std::slice::from_ref(one),
+    };
+    let is_none = |v: &&Value| v.as_i64().is_some_and(|n| n < 0);
     let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
-    match value {
-        Value::Array(list) => list.iter().map(id).collect(),
-        one => Some(vec![id(one)?]),
-    }
+    all.iter().filter(|v| !is_none(v)).map(id).collect()
 }

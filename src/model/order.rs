@@ -16,7 +16,7 @@ pub(super) enum Half {
 pub(super) enum BlockOp {
     /// Computes the input of a half from the residual stream, normalized in blocks with a norm before it.
     Enter(Half),
-    /// Projections of queries, keys and values, in blocks that do not take the keys and values of another.
+    /// Projections of queries, and of keys and values in blocks that do not take those of another.
     Qkv,
     /// Norms of the heads of queries, keys and values, in blocks that have them, and RoPE of queries and keys.
     Heads,

@@ -315,7 +315,12 @@ impl Rope<'_> {
         };
         let beta_fast = self.optional("beta_fast")?.unwrap_or(32.0);
         let beta_slow = self.optional("beta_slow")?.unwrap_or(1.0);
-        let m = (self.optional("mscale")?, self.optional("mscale_all_dim")?);
+        // 0 stands for none, as transformers reads it.
+        let strength = |name| match self.scaling.number(name)? {
+            Some(0.0) => Ok(None),
+            _ => self.optional(name),
+        };
+        let m = (strength("mscale")?, strength("mscale_all_dim")?);
         let attention_factor = match (self.optional("attention_factor")?, m) {
             (Some(given), _) => given,
             (None, (Some(m), Some(all))) => mscale(factor, m) / mscale(factor, all),
@@ -453,6 +458,24 @@ mod tests {
         let plain = of(json!({"rope_scaling": null})).unwrap();
         assert_eq!(plain.frequencies[0], 1.0);
         assert!((plain.frequencies[8] - 0.01).abs() < 1e-8);
+    }
+
+    #[test]
+    fn a_strength_of_yarn_that_is_0_is_none() {
+        let factor = |more: Value| {
+            let mut scaling = json!({"rope_type": "yarn", "factor": 4.0});
+            scaling
+                .as_object_mut()
+                .unwrap()
+                .extend(more.as_object().unwrap().clone());
+            of(json!({"rope_scaling": scaling}))
+                .unwrap()
+                .attention_factor
+        };
+        let plain = factor(json!({}));
+        assert_eq!(factor(json!({"mscale": 0.7, "mscale_all_dim": 0})), plain);
+        assert_eq!(factor(json!({"mscale": 0.0, "mscale_all_dim": 1.0})), plain);
+        assert_ne!(factor(json!({"mscale": 0.7, "mscale_all_dim": 1.0})), plain);
     }
 
     /// The exponents are those of the whole head: 2 i / 32, and 8 of its 32 elements turn.
