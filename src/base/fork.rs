@@ -32,7 +32,7 @@ static LOCKS: Mutex<Vec<&'static dyn Held>> = Mutex::new(Vec::new());
 static OWNERS: Mutex<Vec<Weak<dyn Held>>> = Mutex::new(Vec::new());
 
 thread_local! {
-    /// Locks that the forking thread holds during a fork, and then their owners, which the last drops need free locks for.
+    /// Locks that the forking thread holds during a fork, and after them their owners, which need free locks to end.
     /// Empty at all other times, so that a thread's end need not drop it: see `abi::guard` on thread destructors.
     static HELD: RefCell<ManuallyDrop<Vec<Box<dyn Any>>>> =
         const { RefCell::new(ManuallyDrop::new(Vec::new())) };
@@ -59,7 +59,9 @@ extern "C" fn before() {
 extern "C" fn after() {
     alloc::let_go();
     // Left without heap memory, so that nothing has to be freed at the thread's end.
-    HELD.with_borrow_mut(|held| drop(std::mem::take(&mut **held)));
+    let held = HELD.with_borrow_mut(|held| std::mem::take(&mut **held));
+    // Without the borrow: a model may end here, which calls its host.
+    drop(held);
 }
 
 extern "C" fn after_in_child() {
@@ -81,8 +83,8 @@ pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }
 
-/// No other thread holds a lock of `owner` during a fork, as long as it lives. Its locks are taken before those of [`keep_whole`], and code
-/// that holds one of another owner takes none of its own.
+/// No other thread holds a lock of `owner` during a fork, as long as it lives. Its locks are taken before those of [`keep_whole`]. No code
+/// holds locks of two owners.
 pub fn keep_owner_whole(owner: Weak<dyn Held>) {
     watch();
     let mut all = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);

@@ -496,7 +496,7 @@ impl<T: Plain> Buffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// The address of the first element, for whoever keeps apart who reads and who writes which of them.
+    /// The address of the first element. Who uses it keeps reads and writes of the same elements apart.
     pub fn address(&self) -> NonNull<T> {
         self.data
     }

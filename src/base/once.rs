@@ -1,6 +1,7 @@
 //! Lazily created values, for slow and fallible initialization. A ready value is returned without waiting, and creating one does not block
 //! another.
 
+use std::any::Any;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use super::error::Result;
@@ -38,6 +39,14 @@ impl<T> TryOnce<T> {
         }
         let value = make()?;
         Ok(self.made.get_or_init(|| value))
+    }
+
+    /// Waits for who creates the value, and lets nobody begin until the result is dropped: see [`fork::Held`](super::fork::Held).
+    pub fn locked(&'static self) -> Box<dyn Any>
+    where
+        T: Sync,
+    {
+        Box::new(lock(&self.making))
     }
 
     /// Takes the value out.

@@ -739,12 +739,16 @@ impl Grouping<'_> {
                     outputs.div_ceil(WORD) * count,
                 )?;
                 zeros = Some(stored);
-            } else if self.bytes(stored)?.iter().any(|&byte| byte != 0) {
+            } else if self.raws[stored].elements() != outputs * count
+                || self.bytes(stored)?.iter().any(|&byte| byte != 0)
+            {
                 bail!(
                     Unsupported,
-                    "{}: zero points of 4-bit integers are read as packed I32, not {}",
+                    "{}: zero points of 4-bit integers are read as packed I32, not as {} of shape {:?} unless all {} are 0",
                     self.place(stored),
-                    self.raws[stored].encoding
+                    self.raws[stored].encoding,
+                    self.raws[stored].shape,
+                    outputs * count
                 );
             } else {
                 also.push(stored);
@@ -754,9 +758,20 @@ impl Grouping<'_> {
         also.extend(order);
         // Without an order, all of its groups are -1.
         let is_ordered = match order {
-            Some(order) => self.bytes(order)?.iter().any(|&byte| byte != u8::MAX),
+            Some(order) => {
+                self.expect(order, Encoding::Dense(DType::I32), inputs)?;
+                self.bytes(order)?.iter().any(|&byte| byte != u8::MAX)
+            }
             None => false,
         };
+        let sizes = self.config.map_or_else(Vec::new, method::group_sizes);
+        if count > 1 && !sizes.is_empty() && sizes.iter().all(|size| size * count != inputs) {
+            bail!(
+                Unsupported,
+                "{}: {count} groups of {inputs} inputs, and groups of config.json have {sizes:?}; a last group that is not whole is not read",
+                self.place(scales)
+            );
+        }
         let groups = match order.filter(|_| is_ordered) {
             Some(order) => self.group_of_each(order, inputs, count)?,
             None => self.groups_in_order(scales, inputs, count)?,

@@ -144,6 +144,20 @@ fn groups(declared: &Json) -> impl Iterator<Item = &Json> {
     groups.into_iter().flat_map(|groups| groups.values())
 }
 
+/// Inputs of the groups of weights that a config of compressed-tensors names.
+pub(super) fn group_sizes(config: &Json) -> Vec<usize> {
+    let declared = declared(config).into_iter().flat_map(groups);
+    let sizes = declared.filter_map(|group| group["weights"]["group_size"].as_u64());
+    sizes
+        .filter_map(|size| usize::try_from(size).ok())
+        .collect()
+}
+
+/// Whether a group of weights has integers that are read when all of their tensors are there.
+fn is_int4(group: &Json) -> bool {
+    group["weights"]["num_bits"] == 4 && group["weights"]["type"] != "float"
+}
+
 /// Rows and columns of a block: `[128, 128]`, or "128x128" in older files.
 fn block_size(key: &str, given: &Json) -> Result<[usize; 2]> {
     let sizes: Option<Vec<usize>> = match given {
@@ -237,8 +251,10 @@ fn by_config(config: &Json) -> Option<String> {
     match lower.as_str() {
         "compressed-tensors" => {
             let formats = std::iter::once(declared).chain(groups(declared));
+            let is_read = groups(declared).next().is_some() && groups(declared).all(is_int4);
             formats
                 .filter_map(|of| of["format"].as_str())
+                .filter(|format| *format != "pack-quantized" || !is_read)
                 .find_map(|format| {
                     let (_, what) = COMPRESSED.iter().find(|(name, _)| *name == format)?;
                     let why = format!("format '{format}' of compressed-tensors in config.json");
@@ -455,6 +471,7 @@ mod tests {
                 "a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}, "c": {"quant_algo": "FP8_PB_WO"}}}),
             json!({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
             json!({"quant_method": "compressed-tensors", "format": "float-quantized"}),
+            json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 4}}}}),
             json!({"quant_method": "bitsandbytes", "load_in_4bit": true}),
             json!({"quant_method": "gptq", "bits": 4}),
             json!({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),

@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use super::pools::{Entry, Pools, Units};
 use super::prefix::{Content, Layers, Listed, NodeId, Place, Prefix, Tree};
-use crate::base::Result;
 use crate::base::lock::lock;
+use crate::base::{Result, fork};
 use crate::model::kv::KvCache;
 use crate::model::{KvType, LoadOptions, Model};
 
@@ -33,6 +33,8 @@ struct State {
     pools: Pools,
     /// Brief holds now.
     holds: usize,
+    /// The fork generation of their threads; the child of a fork has none of these.
+    generation: u32,
     /// Cached blocks that were freed because memory was needed.
     evicted: u64,
 }
@@ -67,6 +69,7 @@ impl Blocks {
             state: Mutex::new(State {
                 pools: Pools::new(layers, RandomState::new()),
                 holds: 0,
+                generation: fork::generation(),
                 evicted: 0,
             }),
             ended: Condvar::new(),
@@ -100,7 +103,12 @@ impl Blocks {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
+        let mut state = lock(&self.state);
+        let generation = fork::generation();
+        if state.generation != generation {
+            (state.holds, state.generation) = (0, generation);
+        }
+        state
     }
 
     fn cache(&self, kind: KvType) -> Option<&Arc<KvCache>> {
@@ -157,7 +165,8 @@ impl Blocks {
 
     /// Enters the full units of a sequence into the prefix index; see [`Pools::publish`].
     pub(super) fn publish(&self, units: &Units<'_>, path: &mut Vec<NodeId>) {
-        let freed = self.state().pools.publish(units, path);
+        let mut state = self.state();
+        let freed = state.pools.publish(units, path);
         freed.into_iter().for_each(|place| self.free(place));
     }
 
@@ -188,7 +197,8 @@ impl Blocks {
 
     /// Removes all nodes from the prefix index, and frees the blocks that it alone has.
     pub(super) fn forget_prefixes(&self) {
-        let freed = self.state().pools.forget_prefixes();
+        let mut state = self.state();
+        let freed = state.pools.forget_prefixes();
         freed.into_iter().for_each(|place| self.free(place));
     }
 

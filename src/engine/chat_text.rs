@@ -1,6 +1,7 @@
 //! How chats of a model are written and read: a chat template, with the form of the answers that it asks for. A served model has its own
 //! one, and keeps those that hosts gave last.
 
+use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use crate::base::error::err;
@@ -77,6 +78,11 @@ impl HostTemplates {
             eos,
             kept: Mutex::default(),
         }
+    }
+
+    /// Takes the lock of the cache until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(lock(&self.kept))
     }
 
     /// The template whose source is `source`, compiled unless it is kept.

@@ -1,5 +1,6 @@
 //! Cache of a served model for grammars: its vocabulary, and the grammars of the tool calls that were used last.
 
+use std::any::Any;
 use std::sync::{Arc, Mutex};
 
 use crate::base::Result;
@@ -19,6 +20,11 @@ pub(super) struct Grammars {
 }
 
 impl Grammars {
+    /// Takes the locks of the cache until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        Box::new((self.vocabulary.locked(), lock(&self.calls)))
+    }
+
     /// The vocabulary of a model with this tokenizer, rows of the embedding and stop tokens.
     pub(super) fn vocabulary(
         &self,

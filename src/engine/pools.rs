@@ -210,19 +210,22 @@ impl<S: BuildHasher + Clone> Pools<S> {
         self.index.reserve_times(count)
     }
 
-    /// Enters a node of a file into the index, unless the index has given up its parent. Slots that have a block keep it. Returns the node, and
-    /// the blocks that are free because they were not needed.
+    /// Enters a node of a file into the index, unless the index has given up its parent. Slots that have a block keep it, and a node that the
+    /// drafter has followed takes no block that it has not. Returns the node, and the blocks that are free because they were not needed.
     pub(super) fn enter(&mut self, entry: &Entry<'_>) -> (Option<NodeId>, Vec<Place>) {
         let Entry { tree, parent, .. } = *entry;
         let has_parent = parent.is_none_or(|parent| self.index.contains(parent));
         let node = has_parent.then(|| self.index.add(tree, parent, entry.tokens));
         let mut freed = Vec::new();
         if let Some(node) = node {
+            let state = self.index.layers().state();
+            let serves = entry.is_followed || !self.index.is_followed(node);
             for (slot, &block) in entry.blocks.iter().enumerate() {
-                self.offer(tree.kind, (node, slot), block, false, &mut freed);
+                if serves || slot == state {
+                    self.offer(tree.kind, (node, slot), block, false, &mut freed);
+                }
             }
             let mut groups = entry.blocks.iter().enumerate();
-            let state = self.index.layers().state();
             let has_all = groups.all(|(slot, &block)| {
                 slot == state || [NULL_BLOCK, block].contains(&self.index.block(node, slot))
             });
@@ -626,7 +629,8 @@ mod tests {
                     slot,
                     block,
                 };
-                let is_needed = entered.blocks[slot] == NULL_BLOCK;
+                let serves = is_followed || !entered.is_followed || slot == STATE;
+                let is_needed = entered.blocks[slot] == NULL_BLOCK && serves;
                 assert_eq!(freed.contains(&place), block != NULL_BLOCK && !is_needed);
                 if is_needed {
                     entered.blocks[slot] = block;

@@ -86,6 +86,10 @@ struct Generator {
     thread: usize,
     /// Whether it waits for memory.
     made_way: bool,
+    /// The end of another thread's generation after which it tried again, although no other generated.
+    tried_after: Option<Instant>,
+    /// Whether it found no memory, and none was to become free.
+    is_refused: bool,
 }
 
 /// The end of a generation.
@@ -228,7 +232,8 @@ pub struct Generating<'a> {
 impl Drop for Generating<'_> {
     fn drop(&mut self) {
         let mut state = self.runner.state();
-        if let Some(ended) = state.generating.remove(&self.sequence) {
+        let ended = state.generating.remove(&self.sequence);
+        if let Some(ended) = ended.filter(|ended| !ended.is_refused) {
             state.notes_end(ended.thread);
         }
         state.ends += 1;
@@ -256,12 +261,22 @@ impl State {
         *last = Some(End { thread, at });
     }
 
-    /// Whether other threads will free memory: sequences of theirs generate, or did so until a moment ago, so that their sessions may be
-    /// released next.
-    fn others_free_memory(&self) -> bool {
+    /// The last end of a generation of another thread, if that was a moment ago, so that its session may be released next. `None` for a
+    /// generation that has tried again since.
+    fn recent_end(&self, sequence: u64) -> Option<Instant> {
+        let tried_after = self.generating.get(&sequence)?.tried_after;
         let is_other = |end: &&End| end.thread != this_thread();
-        let last = self.last_ends.iter().flatten().find(is_other);
-        self.others_generate() || last.is_some_and(|end| end.at.elapsed() < RELEASE_TIME)
+        let at = self.last_ends.iter().flatten().find(is_other)?.at;
+        (at.elapsed() < RELEASE_TIME && tried_after.is_none_or(|tried| tried < at)).then_some(at)
+    }
+
+    /// Whether memory may become free for the generation of a sequence: other threads generate, or one has just ended. If not, it is refused.
+    fn may_get_room(&mut self, sequence: u64) -> bool {
+        let may = self.others_generate() || self.recent_end(sequence).is_some();
+        if let Some(own) = self.generating.get_mut(&sequence) {
+            own.is_refused = !may;
+        }
+        may
     }
 
     /// Wakes the caller that is to lead, while nobody does.
@@ -481,6 +496,8 @@ impl Runner {
             from: 0,
             thread: this_thread(),
             made_way: false,
+            tried_after: None,
+            is_refused: false,
         };
         self.state().generating.insert(sequence, generator);
         Generating {
@@ -494,13 +511,13 @@ impl Runner {
         self.state().generating.len()
     }
 
-    /// Whether other threads will free memory, since sequences of theirs generate or have just ended.
-    pub(super) fn others_free_memory(&self) -> bool {
-        self.state().others_free_memory()
+    /// Whether memory may become free for a sequence: other threads generate, or the sequence does and theirs have just ended.
+    pub(super) fn may_get_room(&self, sequence: u64) -> bool {
+        self.state().may_get_room(sequence)
     }
 
     /// Waits, after a sequence has freed what it could, until another generation has ended or made way and `fits` says that there is memory.
-    /// Returns false if there is none and no other thread will free any. Fails if the call is cancelled.
+    /// Returns false if there is none and [`Runner::may_get_room`] says that none comes. Fails if the call is cancelled.
     pub(super) fn wait_for_room(&self, sequence: u64, fits: impl Fn() -> bool) -> Result<bool> {
         let mut state = self.state();
         state.preemptions += 1;
@@ -516,9 +533,13 @@ impl Runner {
         let done = loop {
             let is_alone = !state.others_generate();
             if (is_alone || state.ends != before) && fits() {
+                let after = state.recent_end(sequence).filter(|_| is_alone);
+                if let (Some(own), Some(_)) = (state.generating.get_mut(&sequence), after) {
+                    own.tried_after = after;
+                }
                 break Ok(true);
             }
-            if !state.others_free_memory() {
+            if !state.may_get_room(sequence) {
                 break Ok(false);
             }
             let waited = self.ended.wait_timeout(state, PATIENCE);

@@ -1,5 +1,6 @@
 //! Comparison of the tokens of two tokenizers. A draft model proposes tokens by their ids, so both models must mean the same texts by them.
 
+use std::any::Any;
 use std::sync::{Arc, Mutex, Weak};
 
 use crate::base::Result;
@@ -12,6 +13,11 @@ use crate::text::Tokenizer;
 pub(super) struct Alike(Mutex<Vec<Weak<Tokenizer>>>);
 
 impl Alike {
+    /// Takes the lock of the list until the result is dropped.
+    pub(super) fn locked(&'static self) -> Box<dyn Any> {
+        Box::new(lock(&self.0))
+    }
+
     /// Fails unless each id that `own`, the model's tokenizer, and that of a draft model both have is the same text. Compares them once.
     pub(super) fn check(&self, own: &Arc<Tokenizer>, drafts: &Arc<Tokenizer>) -> Result<()> {
         if Arc::ptr_eq(own, drafts) || self.has(drafts) {

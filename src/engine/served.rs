@@ -291,13 +291,13 @@ impl Served {
     }
 
     /// After a refusal of memory that was reserved for all sequences: drops the positions of `sequence` from `kept` on, and waits until
-    /// other generations have ended or made way and `positions` fit. The tokens then have to run again. Returns false if nothing becomes
-    /// free: no other thread generates, and none has ended a generation within the last second, whose session may be about to be released.
-    /// Fails if the call is cancelled.
+    /// other generations have ended or made way and `positions` fit. The tokens then have to run again. Returns false, perhaps after it has
+    /// dropped positions, if nothing becomes free: no other thread generates, and none has ended a generation within the last second, whose
+    /// session may be about to be released. Fails if the call is cancelled.
     ///
     /// The generation that is refused makes way, so that the others come to their ends.
     pub fn make_way(&self, sequence: &mut Sequence, kept: usize, positions: usize) -> Result<bool> {
-        if self.kv().reserved().is_none() || !self.runner.others_free_memory() {
+        if self.kv().reserved().is_none() || !self.runner.may_get_room(sequence.id()) {
             return Ok(false);
         }
         sequence.truncate(kept.min(sequence.len()))?;
@@ -543,6 +543,9 @@ impl Served {
 impl fork::Held for Served {
     fn hold(&'static self) -> Box<dyn Any> {
         let mut held = vec![
+            self.grammars.locked(),
+            self.templates.locked(),
+            self.alike.locked(),
             self.runner.locked(),
             self.blocks.locked(),
             self.adapters.locked(),

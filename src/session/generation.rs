@@ -1,4 +1,4 @@
-//! What a generation gives: its pieces while it runs, and its result.
+//! The pieces and the result of a generation.
 
 use super::Part;
 use super::drafts::DraftCounts;

@@ -311,10 +311,8 @@ impl<'a> GenerationLoop<'a> {
                 said = Some(answer.into_message());
             }
         }
-        told.retain(|(_, text)| !text.is_empty());
-        if !self.is_broken
-            && let Err(finish) = self.tell(&told, None, None)
-        {
+        told.retain(|(_, text)| !text.is_empty() && !self.is_broken);
+        if let Err(finish) = self.tell(&told, None, None) {
             self.out.finish = finish;
         }
         let mut out = self.out;

@@ -142,30 +142,40 @@ impl KvArena {
             let Some(&block) = blocks.get(position / self.positions) else {
                 bail!(Internal, "position {position} of a sequence has no block");
             };
-            let slot = position % self.positions;
+            // SAFETY: a block of the tables of the rows' sequence, which alone uses it.
+            let page = unsafe { self.page_to_write(layer, block) }?;
             self.layout
-                .write(self.page_to_write(layer, block)?, slot, keys, values)?;
+                .write(page, position % self.positions, keys, values)?;
         }
         Ok(())
     }
 
     /// The pages of a layer in host memory, empty where positions are no longer kept.
-    pub(super) fn pages(&self, layer: usize, blocks: &[u32]) -> Result<KvPages<'_>> {
-        // SAFETY: as of `page_to_read`.
+    ///
+    /// # Safety
+    /// As of [`KvArena::page_to_read`], for each block.
+    pub(super) unsafe fn pages(&self, layer: usize, blocks: &[u32]) -> Result<KvPages<'_>> {
+        // SAFETY: the caller's.
         let pages = unsafe { self.blocks.read_each(blocks, self.page(layer)) }?;
         KvPages::new(self.layout, pages)
     }
 
     /// The page of a layer in host memory.
-    pub(super) fn page_to_read(&self, layer: usize, block: u32) -> Result<&[u8]> {
-        // SAFETY: the caller has a sequence that uses the block. Blocks that several use are not written.
+    ///
+    /// # Safety
+    /// The caller has [`KvTables`](super::KvTables) with the block as long as the result lives.
+    pub(super) unsafe fn page_to_read(&self, layer: usize, block: u32) -> Result<&[u8]> {
+        // SAFETY: the caller's: a user of the block keeps it. Blocks that several use are not written.
         unsafe { self.blocks.read(block, self.page(layer)) }
     }
 
-    /// The page of a layer in host memory, of a block that only the caller's sequence uses.
-    #[expect(clippy::mut_from_ref, reason = "one sequence uses the block")]
-    pub(super) fn page_to_write(&self, layer: usize, block: u32) -> Result<&mut [u8]> {
-        // SAFETY: the caller has the only sequence that uses the block.
+    /// The page of a layer in host memory, to change.
+    ///
+    /// # Safety
+    /// As of [`KvArena::page_to_read`], and the tables are those of the block's only user, who has no other reference to the page.
+    #[expect(clippy::mut_from_ref, reason = "the block has one user")]
+    pub(super) unsafe fn page_to_write(&self, layer: usize, block: u32) -> Result<&mut [u8]> {
+        // SAFETY: the caller's.
         unsafe { self.blocks.write(block, self.page(layer)) }
     }
 

@@ -131,11 +131,11 @@ impl BlockArena {
         }
     }
 
-    /// Takes the locks of blocks in host memory until the result is dropped. The child of a fork has no GPU.
+    /// Takes the locks of its blocks until the result is dropped.
     pub(super) fn locked(&'static self) -> Box<dyn Any> {
-        let blocks = match &self.store {
-            Store::Host(blocks) => Some(lock(blocks)),
-            Store::Gpu { .. } => None,
+        let blocks: Box<dyn Any> = match &self.store {
+            Store::Host(blocks) => Box::new(lock(blocks)),
+            Store::Gpu { claims, .. } => Box::new(lock(claims)),
         };
         Box::new((blocks, lock(&self.taken)))
     }
@@ -249,7 +249,7 @@ impl BlockArena {
         Ok(unsafe { &*self.bytes_of(&self.host()?, block, bytes)? })
     }
 
-    /// Some bytes of each of several blocks, like [`BlockArena::read`]; none of [`NULL_BLOCK`].
+    /// Some bytes of each of several blocks, like [`BlockArena::read`]; an empty slice for [`NULL_BLOCK`].
     ///
     /// # Safety
     /// As of [`BlockArena::read`], for each block.

@@ -69,7 +69,8 @@ impl KvCache {
                     next(&mut page)?;
                     let held = HOST_PAGE.min(len.saturating_sub(i * HOST_PAGE));
                     arena.layout().check_read(&mut page, held)?;
-                    arena.page_to_write(index, block)?.copy_from_slice(&page);
+                    // SAFETY: a block of the tables of its only user, and no other reference lives.
+                    unsafe { arena.page_to_write(index, block) }?.copy_from_slice(&page);
                     continue;
                 }
                 let mut whole = memory::zeros(arena.page_bytes())?;
@@ -157,7 +158,8 @@ impl<'a> PageReader<'a> {
             ..
         } = self;
         if arena.gpu().is_none() {
-            return each(arena.page_to_read(*layer, block)?);
+            // SAFETY: a block of the tables whose pages are read.
+            return each(unsafe { arena.page_to_read(*layer, block) }?);
         }
         if self.block != block {
             arena.page_on_gpu(*layer, block)?.read(0, page)?;

@@ -107,12 +107,17 @@ impl KvMemory {
 
     /// Takes the locks of its blocks until the result is dropped.
     pub fn locked(&'static self) -> Vec<Box<dyn Any>> {
+        let making: Vec<_> = self.caches.iter().map(TryOnce::locked).collect();
         let caches = self.caches.iter().filter_map(TryOnce::get);
         let blocks = caches.flat_map(|cache| {
             let states = cache.state.iter().map(StateArena::locked);
             cache.arenas.iter().map(KvArena::locked).chain(states)
         });
-        blocks.chain([self.reserve.locked()]).collect()
+        making
+            .into_iter()
+            .chain(blocks)
+            .chain([self.reserve.locked()])
+            .collect()
     }
 
     /// Layers that are alike, in the order of their first layers.
@@ -293,7 +298,8 @@ impl KvCache {
         let (arena, group, index) = self.of_layer(layer)?;
         let blocks = tables.blocks(group);
         let Some(gpu) = arena.gpu() else {
-            let cache = CachedLayer::Host(arena.pages(index, blocks)?);
+            // SAFETY: these are the tables of the queries' sequence.
+            let cache = CachedLayer::Host(unsafe { arena.pages(index, blocks) }?);
             return attention::attention(device, q, shape, sinks, &cache, first, out, workspace);
         };
         let table = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, blocks)?;

@@ -102,7 +102,7 @@ impl StateArena {
     /// Calls `each` with the bytes of a block.
     pub fn read(&self, block: u32, each: impl FnOnce(&[u8]) -> Result<()>) -> Result<()> {
         if self.blocks.gpu().is_none() {
-            // SAFETY: the caller has a sequence that uses the block. Blocks that several use are not written.
+            // SAFETY: a user of the block calls, as for `KvTables`. Blocks that several use are not written.
             return each(unsafe { self.blocks.read(block, 0..self.block_bytes()) }?);
         }
         let mut bytes = memory::zeros(self.block_bytes())?;
@@ -110,10 +110,10 @@ impl StateArena {
         each(&bytes)
     }
 
-    /// Fills a block with the bytes that `next` gives.
+    /// Fills a block with the bytes that `next` gives. If that fails, some of them may be there.
     pub fn write(&self, block: u32, next: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         if self.blocks.gpu().is_none() {
-            // SAFETY: the caller has the only sequence that uses the block.
+            // SAFETY: the only user of the block calls, as for `KvTables`.
             return next(unsafe { self.blocks.write(block, 0..self.block_bytes()) }?);
         }
         let mut bytes = memory::zeros(self.block_bytes())?;
@@ -144,7 +144,7 @@ impl StateArena {
     ) -> Result<()> {
         let range = self.range(layer, part)?;
         let StateBlocks { read, write } = blocks;
-        // SAFETY: the caller has the only sequence that uses the block.
+        // SAFETY: the only user of the block calls, as for `KvTables`.
         let bytes = unsafe { self.blocks.write(write, range.clone()) }?;
         match read {
             NULL_BLOCK => bytes.fill(0),

@@ -9,6 +9,9 @@ use crate::ops::attention::KvType;
 pub const NULL_BLOCK: u32 = 0;
 
 /// The blocks of one sequence: for each group of layers, those of its positions, first to last.
+///
+/// The owner of tables uses their blocks, and the engine counts it as a user: a sequence, a node that is read, or a node that is filled. No
+/// block is freed meanwhile, and a block with several users is not written, which makes accesses to host memory sound.
 #[derive(Debug)]
 pub struct KvTables {
     kind: KvType,

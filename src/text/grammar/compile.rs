@@ -140,13 +140,16 @@ fn lowered(text: &str) -> Result<TopLevelGrammar> {
             for piece in &pieces {
                 regex::check_repetitions(piece)?;
             }
-            lark(grammar)?
+            // Between slashes are regular expressions, which have none.
+            let outside: Vec<&str> = grammar.split('/').step_by(2).collect();
+            check_rules(&outside.concat())?;
+            TopLevelGrammar::from_lark(grammar)
         }
     })
 }
 
-/// A Lark grammar. A rule begins on a line of its own, with its name and a colon; what stands in texts counts too.
-fn lark(text: String) -> Result<TopLevelGrammar> {
+/// Refuses a Lark grammar of too many rules. One begins on a line of its own, with its name and a colon; what stands in texts counts too.
+fn check_rules(text: &str) -> Result<()> {
     let rules = text.lines().filter(|line| line.contains(':')).count();
     let groups = text.bytes().filter(|b| b"([".contains(b)).count();
     if rules + groups > MOST_RULES {
@@ -155,7 +158,7 @@ fn lark(text: String) -> Result<TopLevelGrammar> {
             "{rules} rules with {groups} groups, and at most {MOST_RULES} of both are compiled"
         );
     }
-    Ok(TopLevelGrammar::from_lark(text))
+    Ok(())
 }
 
 fn built(vocabulary: &GrammarVocabulary, source: Owned, allowed: Duration) -> Result<TokenParser> {
@@ -164,7 +167,10 @@ fn built(vocabulary: &GrammarVocabulary, source: Owned, allowed: Duration) -> Re
     let is_made = matches!(source, Owned::Regex(_) | Owned::Gbnf(_));
     let (grammar, schema) = match source {
         Owned::Regex(grammar) => (grammar, None),
-        Owned::Lark(text) => (lark(text)?, None),
+        Owned::Lark(text) => {
+            check_rules(&text)?;
+            (TopLevelGrammar::from_lark(text), None)
+        }
         Owned::Gbnf(text) => (lowered(&text)?, None),
         Owned::Schema(text) => {
             let schema: Value =

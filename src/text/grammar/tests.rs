@@ -168,6 +168,11 @@ fn gbnf_allows_what_llama_cpp_allows() {
         &["aa", "aabd", "aa//"],
         &["a", "aaa", "aabbb"],
     );
+    check_gbnf(
+        "root ::= (( [a-c_\\-]\n * ) {1} # As often as wanted.\n [0-9] +? \"!\"{1}{2})",
+        &["a-_12!!", "!!"],
+        &["a!", "d!!", "1a!!"],
+    );
     // A rule may refer to itself at its end, as llama.cpp's white space does.
     check_gbnf(
         "root ::= \"a\" ws \"b\" list\nws ::= ([ \\t] ws)?\nlist ::= \"c\" | \"c,\" list | \"d,\" list",
@@ -212,6 +217,7 @@ gap     ::= [ \t\n]*
 
 #[test]
 fn wrong_gbnf_is_refused_with_its_place() {
+    const MANY_STARS: &str = "root ::= \"a\" *****************************************************";
     let refused = |source, words| expect_kind(grammar(source), ErrorKind::InvalidArgument, words);
     for (source, words) in [
         ("", "no rule is named 'root'"),
@@ -252,10 +258,8 @@ fn wrong_gbnf_is_refused_with_its_place() {
             "4 hexadecimal digits of a character",
         ),
         ("root ::= \"\\x4\"", "2 hexadecimal digits"),
-        (
-            "root ::= \"a\"*?",
-            "line 1, column 14: a second operator needs parentheses",
-        ),
+        ("root ::= [^]", "this class has no character"),
+        (MANY_STARS, "more than 50 operators"),
         (
             "root ::= <think>",
             "line 1, column 10: tokens of a model are not supported",
@@ -274,7 +278,15 @@ fn wrong_gbnf_is_refused_with_its_place() {
     let wide = format!("root ::= r0\n{wide}r40 ::= \"a\"");
     refused(
         GrammarSource::Gbnf(&wide),
-        "regular expressions of more than",
+        "a regular expression of more than 262144 bytes",
+    );
+    // Each alternative has what is before the group in it.
+    let before = "a".repeat(20 << 10);
+    let group: String = (0..400).map(|i| format!("| \"{i}\" ")).collect();
+    let copied = format!("root ::= \"{before}\" (root {group})");
+    refused(
+        GrammarSource::Gbnf(&copied),
+        "a regular expression of more than",
     );
     // GBNF that is given as Lark.
     refused(GrammarSource::Lark("root ::= \"a\""), "kind GBNF");

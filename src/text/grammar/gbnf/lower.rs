@@ -9,8 +9,10 @@ use super::parse::{Node, Rules, parse};
 use crate::base::Result;
 use crate::base::error::bail;
 
-/// Most bytes of all regular expressions, into which the rules they refer to are copied.
-const LONGEST: usize = 4 << 20;
+/// Most bytes of a regular expression, into which the rules that it refers to are copied.
+const LONGEST: usize = 256 << 10;
+/// Most bytes of all texts that are made on the way.
+const MOST_BYTES: usize = 4 << 20;
 
 /// A grammar that `llguidance` compiles.
 #[derive(Debug, PartialEq)]
@@ -114,7 +116,7 @@ struct Lowering {
     regular: Vec<Option<Text>>,
     /// The regular expressions between slashes.
     pieces: Vec<String>,
-    /// Bytes of regular expressions that may still be made.
+    /// Bytes of texts that may still be made.
     room: usize,
 }
 
@@ -124,7 +126,7 @@ pub(crate) fn lower(text: &str) -> Result<Lowered> {
         regular: vec![None; rules.len()],
         rules,
         pieces: Vec::new(),
-        room: LONGEST,
+        room: MOST_BYTES,
     };
     lowering.find_regular()?;
     if let Some(text) = lowering.regular[root].take() {
@@ -212,7 +214,23 @@ impl Lowering {
             return Ok(None);
         }
         let again = alternatives(again).repeated(GROUP, 0, None);
-        Ok(Some(sequence(vec![again, alternatives(last)])))
+        self.counted(sequence(vec![again, alternatives(last)]))
+            .map(Some)
+    }
+
+    /// Counts the bytes of a text that was made.
+    fn counted(&mut self, text: Text) -> Result<Text> {
+        let bytes = text.text.len();
+        match self.room.checked_sub(bytes) {
+            Some(left) if bytes <= LONGEST => {
+                self.room = left;
+                Ok(text)
+            }
+            _ => bail!(
+                InvalidArgument,
+                "each rule has the text of those that it refers to in it, which makes a regular expression of more than {LONGEST} bytes, or {MOST_BYTES} in all; refer to large rules less often"
+            ),
+        }
     }
 
     /// Divides the texts of a node after `before`: those that `rule` follows go to `again`, and those that it does not follow to `last`. False
@@ -229,11 +247,11 @@ impl Lowering {
             let Some(text) = self.regular(node)? else {
                 return Ok(false);
             };
-            last.push(sequence([before, &[text]].concat()));
+            last.push(self.counted(sequence([before, &[text]].concat()))?);
             return Ok(true);
         }
         match node {
-            Node::Rule(_) => again.push(sequence(before.to_vec())),
+            Node::Rule(_) => again.push(self.counted(sequence(before.to_vec()))?),
             Node::Alternatives(all) => {
                 for one in all {
                     if !self.ends(one, rule, before, again, last)? {
@@ -259,7 +277,7 @@ impl Lowering {
                 least: 0,
                 most: Some(1),
             } => {
-                last.push(sequence(before.to_vec()));
+                last.push(self.counted(sequence(before.to_vec()))?);
                 return self.ends(node, rule, before, again, last);
             }
             Node::Class { .. } | Node::Literal(_) | Node::Repeated { .. } => return Ok(false),
@@ -297,14 +315,7 @@ impl Lowering {
                 None => return Ok(None),
             },
         };
-        match self.room.checked_sub(text.text.len()) {
-            Some(left) => self.room = left,
-            None => bail!(
-                InvalidArgument,
-                "the rules make regular expressions of more than {LONGEST} bytes, since each has those that it refers to in it; make them smaller"
-            ),
-        }
-        Ok(Some(text))
+        self.counted(text).map(Some)
     }
 
     /// A regular expression as a part of a Lark grammar.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use crate::base::Result;
 use crate::base::error::{Error, err};
 
-/// Most groups within each other.
+/// Most groups within each other, and most operators after a part.
 const DEEPEST: usize = 50;
 
 /// A part of a rule.
@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
     fn sequence(&mut self, within: bool) -> Result<Node> {
         let mut all = Vec::new();
         while let Some(node) = self.atom()? {
-            all.push(self.repeated(node)?);
+            all.push(self.repeated(node, within)?);
             self.skip(within);
         }
         Ok(if all.len() == 1 {
@@ -250,24 +250,25 @@ impl<'a> Reader<'a> {
         Ok(node)
     }
 
-    /// `node` with the operator after it.
-    fn repeated(&mut self, node: Node) -> Result<Node> {
-        let (least, most) = match self.peek() {
-            Some('*') => (0, None),
-            Some('+') => (1, None),
-            Some('?') => (0, Some(1)),
-            Some('{') => self.bounds()?,
-            _ => return Ok(node),
-        };
-        self.at += 1;
-        if let Some('*' | '+' | '?' | '{') = self.peek() {
-            return Err(self.wrong("a second operator needs parentheses around the first"));
+    /// `node` with the operators after it, between which there may be space, and `within` a group ends of lines.
+    fn repeated(&mut self, mut node: Node, within: bool) -> Result<Node> {
+        for _ in 0..DEEPEST {
+            self.skip(within);
+            let (least, most) = match self.peek() {
+                Some('*') => (0, None),
+                Some('+') => (1, None),
+                Some('?') => (0, Some(1)),
+                Some('{') => self.bounds()?,
+                _ => return Ok(node),
+            };
+            self.at += 1;
+            node = Node::Repeated {
+                node: Box::new(node),
+                least,
+                most,
+            };
         }
-        Ok(Node::Repeated {
-            node: Box::new(node),
-            least,
-            most,
-        })
+        Err(self.wrong(&format!("more than {DEEPEST} operators follow each other")))
     }
 
     /// The numbers in braces, up to the closing one.
@@ -322,7 +323,7 @@ impl<'a> Reader<'a> {
             }
             ranges.push((first, last));
         }
-        if ranges.is_empty() && !is_negated {
+        if ranges.is_empty() {
             return Err(wrong(self.text, start, "this class has no character"));
         }
         Ok(Node::Class { ranges, is_negated })
@@ -340,13 +341,13 @@ impl<'a> Reader<'a> {
             't' => return Ok('\t'),
             'r' => return Ok('\r'),
             'n' => return Ok('\n'),
-            c @ ('\\' | '"' | '[' | ']') => return Ok(c),
+            c @ ('\\' | '"' | '[' | ']' | '-') => return Ok(c),
             'x' => 2,
             'u' => 4,
             'U' => 8,
             c => {
                 let what = format!(
-                    "'\\{c}' is no escape; they are \\n, \\r, \\t, \\\\, \\\", \\[, \\], \\x41, \\u0041 and \\U00000041"
+                    "'\\{c}' is no escape; they are \\n, \\r, \\t, \\\\, \\\", \\[, \\], \\-, \\x41, \\u0041 and \\U00000041"
                 );
                 return Err(wrong(self.text, at, &what));
             }

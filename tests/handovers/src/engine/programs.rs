@@ -348,7 +348,7 @@ pub fn generations_make_way() {
                 }
                 free.fetch_add(std::mem::take(&mut blocks), SeqCst);
                 let fits = || free.load(SeqCst) >= wanted;
-                let there_is = served.runner.others_free_memory()
+                let there_is = served.runner.may_get_room(id)
                     && served.runner.wait_for_room(id, fits).unwrap();
                 // A thread may be slower than is waited for.
                 assert!(
