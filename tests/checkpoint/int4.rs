@@ -376,4 +376,20 @@ fn other_zero_points_and_wrong_groups_are_refused() {
     let e = load(&scratch.0).unwrap_err();
     let words = "g_idx': input 1 is of group 2; there are 2 groups of scales";
     assert!(e.message().contains(words), "{e}");
+    // Eight groups of 128 for 1,000 inputs would divide as groups of 125.
+    let form = Rows {
+        has_zeros: true,
+        order: None,
+        scale_type: "F16",
+    };
+    let weights = json!({"num_bits": 4, "type": "int", "group_size": 24});
+    let config = json!({
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}
+    });
+    let scratch = Scratch::new();
+    let packed = with_attention(|module, shape| form.tensors(module, shape));
+    write(&scratch.0, &packed, config);
+    let e = load(&scratch.0).unwrap_err();
+    let words = "groups of config.json have [24]";
+    assert!(e.message().contains(words), "{e}");
 }

@@ -1881,7 +1881,8 @@ namespace LibNVFP4
         internal static extern int NVFP4_adapter_info(AdapterHandle adapter, byte* buffer, UIntPtr capacity, UIntPtr* length);
 
         // Waits until no session uses an adapter, forks and restored sessions included. Releasing the last reference then frees its memory
-        // at once; without waiting, the memory goes with the last session. New sessions may name the adapter at any time.
+        // at once; without waiting, the memory goes with the last session. New sessions may name the adapter at any time. A callback of a
+        // session that uses the adapter waits in vain, until the call is cancelled.
         //
         // - `call`: cancels the call; may be NULL.
         [DllImport(Name, CallingConvention = CallingConvention.Cdecl)]

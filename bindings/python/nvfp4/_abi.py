@@ -2520,7 +2520,8 @@ FUNCTIONS: Tuple[Function, ...] = (
         NVFP4_adapter_wait(const NVFP4_Adapter *adapter, const NVFP4_CallOptions *call)
 
         Waits until no session uses an adapter, forks and restored sessions included. Releasing the last reference then frees its memory at
-        once; without waiting, the memory goes with the last session. New sessions may name the adapter at any time.
+        once; without waiting, the memory goes with the last session. New sessions may name the adapter at any time. A callback of a session
+        that uses the adapter waits in vain, until the call is cancelled.
 
         - `call`: cancels the call; may be NULL.
         """),

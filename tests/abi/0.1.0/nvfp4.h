@@ -3077,7 +3077,8 @@ NVFP4_Status NVFP4_adapter_info(const NVFP4_Adapter *adapter,
 
 /**
  * Waits until no session uses an adapter, forks and restored sessions included. Releasing the last reference then frees its memory at once;
- * without waiting, the memory goes with the last session. New sessions may name the adapter at any time.
+ * without waiting, the memory goes with the last session. New sessions may name the adapter at any time. A callback of a session that uses
+ * the adapter waits in vain, until the call is cancelled.
  *
  * - `call`: cancels the call; may be NULL.
  */
