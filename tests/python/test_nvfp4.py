@@ -33,6 +33,7 @@ import termios
 import threading
 import time
 import unittest
+import unittest.mock
 import weakref
 from fractions import Fraction
 
@@ -1278,6 +1279,23 @@ class Models(unittest.TestCase):
                 session.prefill(range(250))
         timer.join()
         session.truncate(1)
+
+    def test_interrupt_at_the_start(self):
+        """Ctrl-C may come before the thread of a generation runs, and as it begins to."""
+        session, start = self.golden.session(), threading.Thread.start
+        for begins in (False, True):
+            session.reset()
+            session.prefill([17])
+
+            def interrupted(thread, begins=begins):
+                if begins:
+                    start(thread)
+                raise KeyboardInterrupt
+
+            with unittest.mock.patch.object(threading.Thread, "start", interrupted):
+                self.assertRaises(KeyboardInterrupt, session.generate, max_tokens=250)
+            session.truncate(1)
+            self.assertEqual(session.generate(max_tokens=3, ignore_model_stops=True).generated_tokens, 3)
 
     def test_sessions(self):
         session = self.golden.session(context=64, kv_type="float32")

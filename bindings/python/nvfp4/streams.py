@@ -141,13 +141,18 @@ class _Relay:
 
     def __init__(self, work, wanted):
         self.changed = threading.Condition()
-        self.phase, self.piece, self.thread = self.NEW, None, None
+        self.phase, self.piece = self.NEW, None
+        self.runs_in = None  # The thread that generates, while it does.
         self.work, self.wanted, self.stopped, self.all = work, wanted, False, False
         self.flag = ctypes.c_int32()  # Ends the call, also one that has yet to begin.
         self.result = self.error = None
 
     def run(self):
         """Runs in the thread that generates."""
+        with self.changed:
+            if self.stopped:
+                return  # The caller was interrupted as it started this thread.
+            self.runs_in = threading.get_ident()
         try:
             options = native.options(native.GenerateOptions, self.work.options)
             with native.call_options(self.work.cancel, self.flag, self.work.progress) as watched:
@@ -157,7 +162,7 @@ class _Relay:
             self.error = error.with_traceback(None)
         with self.changed:
             self.work.session.close()
-            self.phase = self.DONE
+            self.phase, self.runs_in = self.DONE, None
             self.changed.notify_all()
 
     def generate(self, options):
@@ -183,8 +188,7 @@ class _Relay:
             if self.phase == self.NEW:
                 self.phase = self.ASKED
                 # Not this thread: an interrupt would be lost in a callback, but not while this one waits for a piece.
-                self.thread = threading.Thread(target=self.run, daemon=True)
-                self.thread.start()
+                threading.Thread(target=self.run, daemon=True).start()
             self.go_on()
             self.changed.wait_for(lambda: self.phase != self.ASKED)
             if self.phase == self.DONE:
@@ -200,16 +204,16 @@ class _Relay:
     def stop(self):
         with self.changed:
             self.stopped = True
-            if self.thread is None or not self.thread.is_alive():
+            if self.runs_in is None:
                 self.phase = self.DONE
                 self.work.session.close()
             self.flag.value = 1
             self.go_on((self.GIVEN, self.TAKEN))
 
     def join(self):
-        # The garbage collector may have run in that thread.
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join()
+        with self.changed:
+            # The garbage collector may have run in that thread.
+            self.changed.wait_for(lambda: self.runs_in in (None, threading.get_ident()))
 
 
 class _Arrivals:
