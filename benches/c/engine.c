@@ -8,7 +8,8 @@
  * DEVICE is cpu or cuda:N, and TUNING throughput or latency. For each COUNT, as many sessions have PROMPT tokens and get TOKENS more by their argmax, once by
  * NVFP4_session_step_sample(), once by NVFP4_session_generate() in a thread each, and once by NVFP4_queue_generate(); the prompts are not
  * measured. If JOINING is not 0, the
- * threads then generate again while another session prefills so many tokens: printed are the time of that prompt, beside alone, and the
+ * threads then generate again while another session prefills so many tokens, and one more 20 tokens at the same time: printed are the time of
+ * the long prompt, beside alone, the time to the first token after the short one, and the
  * longest time between two tokens of a thread and that which 99 of 100 do not exceed, in steps, which are the median before the prompt came.
  */
 #define _POSIX_C_SOURCE 200809L
@@ -141,6 +142,23 @@ static double queued(size_t count, size_t tokens)
     return ended - begun;
 }
 
+/* Sets a time to that until the first token after a short prompt. */
+static void *ask(void *argument)
+{
+    enum { LENGTH = 20 };
+    double begun = now(), *took = argument;
+    int32_t tokens[LENGTH], next;
+    NVFP4_Session *session;
+    for (int32_t i = 0; i < LENGTH; i++)
+        tokens[i] = 7 * i + 1;
+    OK(NVFP4_session_create(model, NULL, &session));
+    OK(NVFP4_session_prefill(session, tokens, LENGTH, NULL));
+    OK(NVFP4_session_sample(session, NULL, &next));
+    *took = now() - begun;
+    OK(NVFP4_session_release(session));
+    return NULL;
+}
+
 static void joined(size_t count, size_t tokens, size_t joining)
 {
     static struct client clients[MOST_SESSIONS];
@@ -155,9 +173,12 @@ static void joined(size_t count, size_t tokens, size_t joining)
     /* A quarter of the tokens come before. */
     while (((volatile struct client *)clients)[0].count < tokens / 4)
         nanosleep(&(struct timespec){0, 100000}, NULL);
-    double joins = now();
+    double joins = now(), asked;
+    pthread_t other;
+    pthread_create(&other, NULL, ask, &asked);
     OK(NVFP4_session_release(prompted(joining)));
     double took = now() - joins;
+    pthread_join(other, NULL);
     end(clients, threads, count);
     static double gaps[MOST_TOKENS], beside[MOST_TOKENS];
     size_t before = 0, during = 0;
@@ -174,8 +195,8 @@ static void joined(size_t count, size_t tokens, size_t joining)
     qsort(gaps, before, sizeof *gaps, ascending);
     qsort(beside, during, sizeof *beside, ascending);
     double step = before ? gaps[before / 2] : 0, longest = during ? beside[during - 1] : 0, most = during ? beside[during * 99 / 100] : 0;
-    printf("  a prompt of %zu that joins takes %.1f ms, alone %.1f (%.2f); the longest gap is %.1f ms, 99 %% are %.1f, a step %.2f (%.1f, %.1f)\n",
-           joining, 1e3 * took, 1e3 * alone, took / alone, 1e3 * longest, 1e3 * most, 1e3 * step, longest / step, most / step);
+    printf("  a prompt of %zu that joins takes %.1f ms, alone %.1f (%.2f), one of 20 %.1f; the longest gap is %.1f ms, 99 %% are %.1f, a step %.2f (%.2f, %.2f)\n",
+           joining, 1e3 * took, 1e3 * alone, took / alone, 1e3 * asked, 1e3 * longest, 1e3 * most, 1e3 * step, longest / step, most / step);
 }
 
 int main(int argc, char **argv)

@@ -83,9 +83,11 @@ fn packed(value: i32) -> Result<PackedUse> {
 }
 
 /// Prompts end soon: while other sessions generate, a prompt holds them up for 20 ms at a time, or for the time of three steps if that is longer.
+/// On a Hopper GPU prompts of more than 2,048 tokens run beside steps, on four fifths of the multiprocessors, in working memory of their own.
 pub const NVFP4_TUNING_THROUGHPUT: i32 = 0;
-/// Prompts hold up other sessions as little as possible: on the CPU a pass with a part of one takes less than two steps, and on a GPU it is a pass of
-/// 128 rows, steps and part together. A long prompt takes two to five times as long as alone.
+/// Prompts hold up other sessions as little as possible: on the CPU a pass with a part of one takes less than two steps. On a Hopper GPU prompts run
+/// beside steps, on half of the multiprocessors, and take two to three times as long as alone; on others a pass has 128 rows, steps and part
+/// together, and a long prompt takes up to five times as long.
 pub const NVFP4_TUNING_LATENCY: i32 = 1;
 
 fn tuning(value: i32) -> Result<Tuning> {

@@ -65,6 +65,8 @@ struct Shape {
     sizes: Sizes,
     strides: [usize; 3],
     store: Store,
+    /// The multiprocessors of a lane.
+    lane: Option<usize>,
 }
 
 /// The cuBLASLt handle and the algorithms chosen so far.
@@ -175,7 +177,8 @@ impl Blas {
     ) -> Result<()> {
         let Sizes { m, n, k } = sizes;
         use sys::cublasLtMatmulDescAttributes_t::{
-            CUBLASLT_MATMUL_DESC_TRANSA, CUBLASLT_MATMUL_DESC_TRANSB,
+            CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, CUBLASLT_MATMUL_DESC_TRANSA,
+            CUBLASLT_MATMUL_DESC_TRANSB,
         };
         gpu.bind()?;
         let (to, beta) = match store {
@@ -220,7 +223,10 @@ impl Blas {
             )?,
             result::destroy_matmul_desc,
         );
-        for (which, value) in [
+        let lane = gpu.lane();
+        let target = lane
+            .map(|multiprocessors| (CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, multiprocessors as i32));
+        let attributes = [
             (
                 CUBLASLT_MATMUL_DESC_TRANSA,
                 transposed(form == GemmForm::NT),
@@ -229,7 +235,8 @@ impl Blas {
                 CUBLASLT_MATMUL_DESC_TRANSB,
                 transposed(form == GemmForm::TN),
             ),
-        ] {
+        ];
+        for (which, value) in attributes.into_iter().chain(target) {
             // SAFETY: the attribute is one such value.
             let set = unsafe {
                 result::set_matmul_desc_attribute(
@@ -248,6 +255,7 @@ impl Blas {
                 sizes: Sizes { m, n, k },
                 strides: [x.stride, w.stride, out.stride],
                 store,
+                lane,
             };
             let known = lock(&self.chosen).get(&shape).copied();
             if let Some(algorithm) = known {

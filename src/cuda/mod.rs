@@ -56,7 +56,7 @@ pub use delta::{
 };
 pub use drafter::{HiddenCopies, drafter_hidden, drafter_inputs};
 pub use driver::{
-    Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext,
+    Arena, Arenas, DeviceBuffer, DeviceSlice, Event, Gpu, Graph, HostStream, KeepContext, Lane,
     ManagedBuffer, Pinned, StagedBuffer, TARGETS, check_managed, compiler, count, open_gpus,
     target, unavailable,
 };

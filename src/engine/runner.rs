@@ -3,6 +3,9 @@
 //!
 //! Sequences that generate come with their next tokens soon after a pass, so a leader waits for them for a moment: see
 //! [`Served::generates`](super::Served::generates).
+//!
+//! On a GPU that divides its multiprocessors, the caller of a long prompt runs it beside the steps of a leader, in a lane: see
+//! [`Model::run_beside`]. One prompt is there at a time, and other long ones wait for it; short ones run in the leader's passes.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,7 +21,7 @@ use crate::base::lease::Held;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::base::turns::{Waiter, reentered, this_thread};
-use crate::base::{Result, call, fork};
+use crate::base::{ErrorKind, Result, call, fork};
 use crate::model::{Batch, Model, Output, Scratch};
 
 /// The longest time for which a leader waits for sequences that generate.
@@ -72,10 +75,29 @@ struct State {
     tally: Tally,
     /// Whether the last pass ran prompts.
     ran_prompts: bool,
+    /// Whether a pass runs steps now.
+    runs_steps: bool,
+    /// The end of the last pass that ran steps, while sequences generate.
+    ran_steps: Option<Instant>,
+    /// Whether the leader waits because all requests are to run beside steps.
+    is_idle: bool,
+    /// The prompt that runs beside steps.
+    beside: Option<Beside>,
+    /// Whether it came before another that had waited longer.
+    overtook: bool,
+    /// The time of the last pass beside steps, unless its prompt has ended.
+    last_beside: Option<Duration>,
     /// The end of the last pass, if a device began the next step then.
     ahead_since: Option<Instant>,
     /// The fork generation of these threads; the child of a fork has others.
     generation: u32,
+}
+
+/// A prompt that runs beside steps.
+#[derive(Debug)]
+struct Beside {
+    thread: usize,
+    sequences: Vec<u64>,
 }
 
 /// A sequence that generates.
@@ -221,6 +243,20 @@ impl Drop for Lead<'_> {
     }
 }
 
+/// The place beside steps, which is free again when this is dropped.
+struct BesideSteps<'a>(&'a Runner);
+
+impl Drop for BesideSteps<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        state.beside = None;
+        state.wake_beside(self.0.share);
+        if state.is_idle {
+            self.0.complete.notify_all();
+        }
+    }
+}
+
 /// Says that a sequence generates, until this is dropped: see [`Served::generates`](super::Served::generates).
 #[derive(Debug)]
 #[must_use = "the sequence generates until this is dropped"]
@@ -236,8 +272,11 @@ impl Drop for Generating<'_> {
         if let Some(ended) = ended.filter(|ended| !ended.is_refused) {
             state.notes_end(ended.thread);
         }
+        if state.generating.is_empty() {
+            state.ran_steps = None;
+        }
         state.ends += 1;
-        if state.comes(self.sequence) {
+        if state.comes(self.sequence) || state.is_idle {
             self.runner.complete.notify_all();
         }
         self.runner.ended.notify_all();
@@ -296,7 +335,11 @@ impl State {
     fn away(&self) -> impl Iterator<Item = (u64, Generator)> {
         // SAFETY: no leader uses the requests meanwhile.
         let posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
-        let here: BTreeSet<u64> = posted.flat_map(Request::sequences).collect();
+        let beside = self.beside.iter().flat_map(|beside| &beside.sequences);
+        let here: BTreeSet<u64> = posted
+            .flat_map(Request::sequences)
+            .chain(beside.copied())
+            .collect();
         let generating = self.generating.iter().map(|(id, g)| (*id, *g));
         generating.filter(move |(id, g)| !g.made_way && !here.contains(id))
     }
@@ -397,11 +440,83 @@ impl State {
         ended.map(|posted| posted.caller).collect()
     }
 
-    /// The tokens of each request that wait.
-    fn waiting(&self) -> Vec<Waiting> {
+    /// The requests that a pass may take, by number, and the tokens of each that wait. Prompts that are to run beside steps are not among them.
+    fn waiting(&self, share: PromptShare) -> (Vec<usize>, Vec<Waiting>) {
+        let has_steps = self.has_steps();
+        // A single one: several run in one pass with the steps.
+        let mut short_waits = self.last_beside.is_none_or(PromptShare::waits_beside);
         // SAFETY: no leader uses the requests meanwhile.
         let posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
-        posted.map(Request::waiting).collect()
+        let each = posted.map(Request::waiting).enumerate();
+        let stays = |waiting: &Waiting| match PromptShare::is_short(waiting) {
+            true => std::mem::take(&mut short_waits),
+            false => true,
+        };
+        let mut stays = stays;
+        each.filter(|(_, waiting)| !(has_steps && share.goes_beside(waiting) && stays(waiting)))
+            .unzip()
+    }
+
+    /// Whether steps follow each other now.
+    fn has_steps(&self) -> bool {
+        let ended_now = |at: Instant| at.elapsed() < LONGEST_WAIT;
+        self.runs_steps || self.ran_steps.is_some_and(ended_now)
+    }
+
+    /// The number of the request that is to run beside steps next: the shortest, or the first if a later one came before it last time.
+    fn next_beside(&self, share: PromptShare) -> Option<usize> {
+        if self.beside.is_some() || !share.beside || !self.has_steps() {
+            return None;
+        }
+        let free = self
+            .posted
+            .iter()
+            .enumerate()
+            .filter(|(_, posted)| posted.taken.is_none());
+        let all = free.filter_map(|(index, posted)| {
+            // SAFETY: no pass has taken it.
+            let waiting = unsafe { &*posted.request.0 }.waiting();
+            share.goes_beside(&waiting).then_some((index, waiting.left))
+        });
+        match self.overtook {
+            true => all.map(|(index, _)| index).next(),
+            false => all.min_by_key(|(_, left)| *left).map(|(index, _)| index),
+        }
+    }
+
+    /// Whether a caller's request is to run beside steps next.
+    fn goes_beside(&self, share: PromptShare, caller: &Arc<Caller>) -> bool {
+        let next = self.next_beside(share);
+        next.is_some_and(|index| Arc::ptr_eq(&self.posted[index].caller, caller))
+    }
+
+    /// Takes a caller's request out of the list if it is to run beside steps.
+    fn take_beside(&mut self, share: PromptShare, caller: &Arc<Caller>) -> Option<Posted> {
+        if !self.goes_beside(share, caller) {
+            return None;
+        }
+        let index = self.next_beside(share)?;
+        // SAFETY: no pass has taken them.
+        let before = self.posted[..index]
+            .iter()
+            .map(|p| unsafe { &*p.request.0 });
+        self.overtook = before
+            .map(Request::waiting)
+            .any(|waiting| share.goes_beside(&waiting));
+        let posted = self.posted.remove(index);
+        self.beside = Some(Beside {
+            thread: this_thread(),
+            // SAFETY: it has left the list.
+            sequences: unsafe { &*posted.request.0 }.sequences().collect(),
+        });
+        Some(posted)
+    }
+
+    /// Wakes the callers of prompts that may run beside steps.
+    fn wake_beside(&self, share: PromptShare) {
+        if let Some(index) = self.next_beside(share) {
+            self.posted[index].caller.wake();
+        }
     }
 
     /// The turn of the next pass. On a GPU prompts and steps take turns: steps are then recorded, and their callers come back while a prompt
@@ -413,7 +528,7 @@ impl State {
 
     /// The tokens of a pass that each request takes, as far as it is in it.
     fn plan(&self, share: PromptShare, model: &Model) -> Planned {
-        let waiting = self.waiting();
+        let (taken, waiting) = self.waiting(share);
         let turn = self.turn(&waiting, share, model);
         let has_prompts = waiting.iter().any(Waiting::is_prompt);
         let has_steps = !waiting.iter().all(Waiting::is_prompt);
@@ -441,11 +556,16 @@ impl State {
                 (budget / least * least).clamp(least, most)
             }
         };
-        let counts = plan(&waiting, turn, budget).into_iter().zip(&waiting);
-        let counts =
-            counts.map(|(count, waiting)| (count > 0 || waiting.left == 0).then_some(count));
+        let mut counts = vec![None; self.posted.len()];
+        for ((index, waiting), count) in taken
+            .into_iter()
+            .zip(&waiting)
+            .zip(plan(&waiting, turn, budget))
+        {
+            counts[index] = (count > 0 || waiting.left == 0).then_some(count);
+        }
         Planned {
-            counts: counts.collect(),
+            counts,
             prompts: has_prompts && turn != Turn::Steps,
             steps: has_steps && turn != Turn::Prompts,
             looks_ahead: model.device().is_cuda() && !has_prompts,
@@ -470,6 +590,11 @@ impl Runner {
             share,
             ..Runner::default()
         }
+    }
+
+    /// Prompts run beside steps from now on, in the lane of the model.
+    pub(super) fn run_prompts_beside(&mut self) {
+        self.share.beside = true;
     }
 
     /// Takes the lock on its state until the result is dropped: see [`fork::Held`].
@@ -607,11 +732,12 @@ impl Runner {
         look_ahead: bool,
     ) -> Result<()> {
         let mut state = self.state();
-        if state.leader == Some(this_thread()) {
+        let is_beside = |beside: &Beside| beside.thread == this_thread();
+        if state.leader == Some(this_thread()) || state.beside.as_ref().is_some_and(is_beside) {
             return Err(reentered());
         }
         let come: Vec<bool> = request.sequences().map(|id| state.comes(id)).collect();
-        if come.contains(&true) {
+        if come.contains(&true) || state.is_idle {
             self.complete.notify_all();
         }
         state.posted.push(Posted {
@@ -623,7 +749,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Waits until the caller's request has left the list, and leads while nobody else does.
+    /// Waits until the caller's request has left the list. Runs it beside steps where that is possible, and leads while nobody else does.
     fn wait(
         &self,
         (model, leased): (&Model, Option<&Leased>),
@@ -635,15 +761,90 @@ impl Runner {
             if !state.has(caller) {
                 return;
             }
+            if let Some(posted) = state.take_beside(self.share, caller) {
+                if state.leader.is_none()
+                    && let Some(next) = state.posted.first()
+                {
+                    next.caller.wake();
+                }
+                drop(state);
+                self.run_beside(BesideSteps(self), model, posted, scratch);
+                continue;
+            }
             if state.leader.is_none() {
                 state.leader = Some(this_thread());
                 drop(state);
                 self.lead(Lead(self), (model, leased), caller, scratch);
-                return;
+                continue;
             }
             drop(state);
             caller.sleep();
             caller.look();
+        }
+    }
+
+    /// Runs parts of a prompt beside the steps of a leader, to its end or for as long as there are steps.
+    fn run_beside(
+        &self,
+        place: BesideSteps<'_>,
+        model: &Model,
+        posted: Posted,
+        scratch: &mut Scratch,
+    ) {
+        let vocabulary = model.spec().vocab_size;
+        let most = self.share.part_beside(model.rows_beside().unwrap_or(1));
+        // SAFETY: the caller is this thread, and the request is in no list.
+        let request = unsafe { &mut *posted.request.0 };
+        let mut has_run = false;
+        loop {
+            request.adopt();
+            let waiting = request.waiting();
+            let mut state = self.state();
+            let others = state.posted.iter().filter(|posted| posted.taken.is_none());
+            // SAFETY: no pass has taken them.
+            let mut others = others.map(|posted| unsafe { &*posted.request.0 }.waiting());
+            let others_wait = has_run && others.any(|waiting| self.share.goes_beside(&waiting));
+            if others_wait || !waiting.is_prompt() || !state.has_steps() {
+                state.last_beside = state.last_beside.filter(|_| others_wait);
+                state.posted.insert(0, posted);
+                break;
+            }
+            drop(state);
+            let count = plan(&[waiting], Turn::Prompts, most)[0];
+            let start = Instant::now();
+            let ran = model.run_beside(|run| {
+                let parts = vec![request.part(count)];
+                pass(parts, false, vocabulary, scratch, run);
+            });
+            if let Err(e) = ran {
+                request.fail(e);
+            }
+            let time = start.elapsed();
+            tracing::trace!(rows = count, ?time, "pass beside steps");
+            has_run = true;
+            let mut state = self.state();
+            state.counts.passes += 1;
+            state.counts.requests += 1;
+            state.tally += request.take_tally();
+            state.last_beside = Some(time).filter(|_| !request.is_over());
+            if request.is_over() {
+                break;
+            }
+        }
+        drop(place);
+    }
+
+    /// Runs a prompt in one pass beside steps, before there are any requests. Faults of its values are not errors: it has run.
+    pub(super) fn run_first_beside(&self, model: &Model, prompt: NewTokens<'_>) -> Result<()> {
+        let mut request = Request::new(vec![prompt]);
+        let (count, vocabulary) = (request.waiting().left, model.spec().vocab_size);
+        model.run_beside(|run| {
+            let parts = vec![request.part(count)];
+            pass(parts, false, vocabulary, &mut Scratch::default(), run);
+        })?;
+        match request.finish(&mut Vec::new(), vocabulary) {
+            Err(e) if e.kind() == ErrorKind::OutOfMemory => Err(e),
+            _ => Ok(()),
         }
     }
 
@@ -665,7 +866,7 @@ impl Runner {
         }
     }
 
-    /// Runs passes until the caller's own request is over.
+    /// Runs passes until the caller's own request is over, or is to run beside steps.
     fn lead(
         &self,
         lead: Lead<'_>,
@@ -690,7 +891,15 @@ impl Runner {
                 return;
             }
             state.adopt();
+            if state.goes_beside(self.share, caller) {
+                return;
+            }
+            state.wake_beside(self.share);
             let planned = state.plan(self.share, model);
+            if planned.counts.iter().all(Option::is_none) {
+                self.idle(state);
+                continue;
+            }
             let mut taken: Vec<(Lent, usize)> = Vec::new();
             let mut is_own = true;
             let mut look_ahead = planned.looks_ahead;
@@ -707,6 +916,7 @@ impl Runner {
             state.counts.passes += 1;
             state.counts.requests += taken.len() as u64;
             state.ran_prompts = planned.prompts;
+            state.runs_steps = planned.steps;
             drop(state);
 
             // SAFETY: the callers wait, and use their requests no more before they have left the list; each is in the list once.
@@ -735,6 +945,10 @@ impl Runner {
             tracing::trace!(rows, requests = count, prompts, steps, ?time, "pass");
             let mut state = self.state();
             state.times.record(rows, prompts, steps, time);
+            state.runs_steps = false;
+            if steps {
+                state.ran_steps = Some(Instant::now());
+            }
             state.ahead_since = look_ahead.then(Instant::now);
             let ended = state.end_pass(is_own);
             if !state.has_thrown_back() {
@@ -754,11 +968,22 @@ impl Runner {
         }
     }
 
+    /// Waits while all requests are to run beside steps: until another comes, the place there is free, or no step has come for a moment.
+    fn idle(&self, mut state: MutexGuard<'_, State>) {
+        let end = state.ran_steps.map(|at| at + LONGEST_WAIT);
+        let left = end.map_or(Duration::ZERO, |end| {
+            end.saturating_duration_since(Instant::now())
+        });
+        state.is_idle = true;
+        let waited = self.complete.wait_timeout(state, left);
+        waited.unwrap_or_else(PoisonError::into_inner).0.is_idle = false;
+    }
+
     /// Waits for a moment for sequences that generate. A device that ran ahead runs the step of all of them meanwhile, and without one of them in
     /// vain, so the moment begins when that step has ended.
     fn gather(&self, model: &Model) -> MutexGuard<'_, State> {
         let mut state = self.state();
-        if state.turn(&state.waiting(), self.share, model) == Turn::Prompts {
+        if state.turn(&state.waiting(self.share).1, self.share, model) == Turn::Prompts {
             return state;
         }
         state.expect();

@@ -16,6 +16,7 @@ use super::blocks::{BlockCounts, Blocks};
 use super::chat_text::{ChatText, HostTemplates};
 use super::grammars::Grammars;
 use super::leased::Leased;
+use super::pass::NewTokens;
 use super::runner::{Generating, PassCounts, Runner, Work};
 use super::same_tokens::Alike;
 use super::saved::{self, PrefixCounts, RestoredPrefixes};
@@ -24,13 +25,13 @@ use super::times::PromptShare;
 use crate::base::error::{Error, bail};
 use crate::base::files::GivenFiles;
 use crate::base::lease::{Change, Held, Lease};
-use crate::base::{Result, call, fork};
+use crate::base::{ErrorKind, Result, call, fork};
 use crate::checkpoint::{Checkpoint, Metadata, no_tokenizer};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
 use crate::model::{
     Device, EmbeddingSettings, KvType, LoadOptions, Model, ModelInfo, SamplingOptions, Spec,
-    Trained, Tuning, open, open_given, text,
+    Trained, Tuning, Wanted, open, open_given, text,
 };
 use crate::text::{
     AnswerForm, ChatTemplate, Grammar, GrammarSource, GrammarVocabulary, SpecialToken, TextFiles,
@@ -197,7 +198,7 @@ impl Served {
             sampling,
         } = generation::read(model.spec(), &metadata.tokenizer, &text)?;
         let chat = ChatText::of_model(text.template, text.tokenizer.as_deref());
-        let served = Arc::new(Served {
+        let mut served = Served {
             blocks: Blocks::new(&model, options),
             runner: Runner::new(options.map_or_else(PromptShare::default, prompt_share)),
             roles: roles(model.spec(), text.roles),
@@ -215,10 +216,36 @@ impl Served {
             alike: Alike::default(),
             evicted: AtomicU64::new(0),
             leased,
-        });
+        };
+        if served.leased.is_none() && served.prepare_beside()? {
+            served.runner.run_prompts_beside();
+        }
+        let served = Arc::new(served);
         let weak: Weak<Served> = Arc::downgrade(&served);
         fork::keep_owner_whole(weak);
         Ok(served)
+    }
+
+    /// Whether prompts can run beside steps: runs one there, so that the first of a host finds memory and kernels. They cannot if the memory that
+    /// is left, or reserved for keys and values, has no room for one.
+    fn prepare_beside(&self) -> Result<bool> {
+        let Some(rows) = self.model.rows_beside() else {
+            return Ok(false);
+        };
+        let tokens = vec![0; rows.min(self.model.spec().max_positions)];
+        let mut sequence = self.sequence(tokens.len(), KvType::default())?;
+        let work = NewTokens {
+            tokens: &tokens,
+            sequence: &mut sequence,
+            wanted: Wanted::Last,
+        };
+        match self.runner.run_first_beside(&self.model, work) {
+            Err(e) if e.kind() == ErrorKind::OutOfMemory => {
+                tracing::warn!("prompts do not run beside steps: {e}");
+                Ok(false)
+            }
+            done => done.map(|()| true),
+        }
     }
 
     /// The weights, without their text side and without the lease of a trainer.
@@ -561,6 +588,7 @@ fn prompt_share(options: &LoadOptions) -> PromptShare {
     PromptShare {
         is_small: options.tuning == Tuning::Latency,
         most: options.prompt_tokens,
+        beside: false,
     }
 }
 

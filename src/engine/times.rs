@@ -3,6 +3,8 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use super::schedule::Waiting;
+
 /// Weight of a new time in a running mean.
 const NEW: f64 = 0.25;
 /// Tokens of prompts prolong a pass by this, or by [`STEPS`] steps, whichever is longer.
@@ -10,6 +12,12 @@ const LONGEST: Duration = Duration::from_millis(20);
 const STEPS: f64 = 3.0;
 /// Where prompts have a small share, they prolong a pass by so many steps, which makes less than two in all.
 const LATENCY_STEPS: f64 = 0.9;
+/// Prompts of more than so many tokens run beside steps even if these may be held up.
+const LONG: usize = 2048;
+/// Prompts of up to so many tokens make the passes of steps hardly longer.
+const SHORT: usize = 64;
+/// The longest pass beside steps for whose end a short prompt waits.
+const SHORT_WAIT: Duration = Duration::from_millis(45);
 /// Tokens of prompts that are measured; fewer take as long as a step.
 const MEASURED: usize = 32;
 
@@ -20,6 +28,31 @@ pub(super) struct PromptShare {
     pub(super) is_small: bool,
     /// Most tokens of prompts in a pass, whatever the times are.
     pub(super) most: Option<usize>,
+    /// Whether prompts run beside steps.
+    pub(super) beside: bool,
+}
+
+impl PromptShare {
+    /// Whether tokens are those of a prompt that runs beside steps: any where prompts have a small share, else a long one. Several shorter ones run
+    /// in one pass between two of steps, which takes less time in all.
+    pub(super) fn goes_beside(&self, waiting: &Waiting) -> bool {
+        self.beside && waiting.is_prompt() && (self.is_small || waiting.left > LONG)
+    }
+
+    /// Whether tokens are those of a prompt that may run in the passes of steps as well: these grow little.
+    pub(super) fn is_short(waiting: &Waiting) -> bool {
+        waiting.left <= SHORT
+    }
+
+    /// Most tokens of a prompt in a pass beside steps, which has room for `most`.
+    pub(super) fn part_beside(&self, most: usize) -> usize {
+        self.most.unwrap_or(most).min(most)
+    }
+
+    /// Whether a short prompt waits for the end of a pass beside steps, rather than run with these.
+    pub(super) fn waits_beside(pass: Duration) -> bool {
+        pass <= SHORT_WAIT
+    }
 }
 
 /// Running means of the times of passes.
@@ -94,9 +127,37 @@ mod tests {
         // A small share prolongs a step of 50 ms by 45.
         let small = PromptShare {
             is_small: true,
-            most: None,
+            ..PromptShare::default()
         };
         assert!(times.budget(1..=4096, small).abs_diff(22) <= 1);
         assert_eq!(times.budget(64..=4096, small), 64);
+    }
+
+    #[test]
+    fn long_prompts_run_beside_steps() {
+        let prompt = |left| Waiting {
+            left,
+            from: Some(0),
+        };
+        let large = PromptShare {
+            beside: true,
+            ..PromptShare::default()
+        };
+        assert!(large.goes_beside(&prompt(LONG + 1)) && !large.goes_beside(&prompt(LONG)));
+        let small = PromptShare {
+            is_small: true,
+            ..large
+        };
+        assert!(small.goes_beside(&prompt(2)) && !small.goes_beside(&prompt(1)));
+        assert!(!PromptShare::default().goes_beside(&prompt(LONG + 1)));
+        // The host may want smaller parts.
+        let limited = PromptShare {
+            most: Some(256),
+            ..large
+        };
+        assert_eq!(
+            (large.part_beside(4096), limited.part_beside(4096)),
+            (4096, 256)
+        );
     }
 }

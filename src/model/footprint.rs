@@ -53,6 +53,8 @@ pub struct Footprint {
     factors: HashSet<Factor>,
     /// Sizes of fused passes on a GPU.
     sizes: Option<fused::Sizes>,
+    /// The share of a GPU on which prompts run beside steps, in working memory of their own.
+    beside: Option<fused::LaneShare>,
 }
 
 impl Footprint {
@@ -94,8 +96,13 @@ impl Footprint {
                 Some(fused::Sizes::of(&spec, dense, options.deterministic)?)
             }
         };
+        let beside = match &options.device {
+            Device::Cuda(gpu) => fused::LaneShare::of(gpu, options.tuning),
+            Device::Cpu(_) => None,
+        };
         Ok(Footprint {
             device: options.device.clone(),
+            beside,
             activations: options.activations,
             weights,
             mapped_bytes: mapped_bytes(&held)?,
@@ -156,7 +163,21 @@ impl Footprint {
             batch: steps.max(passes.states),
             pages: passes.context.div_ceil(cuda::PAGE),
         };
-        fused::working_bytes(sizes, ScratchDevice::of(gpu), room)
+        let device = ScratchDevice::of(gpu);
+        let own = fused::working_bytes(sizes, device, room)?;
+        let Some(share) = self
+            .beside
+            .filter(|_| passes.rows > 1 && passes.sequences > 1)
+        else {
+            return Ok(own);
+        };
+        let beside = fused::Room {
+            rows: passes.rows.min(share.rows),
+            head_rows: 1,
+            batch: passes.states.max(1),
+            ..room
+        };
+        Ok(own + fused::working_bytes(sizes, device, beside)?)
     }
 
     fn workspace_on_cpu(&self, passes: &Passes) -> Result<Bytes> {

@@ -216,6 +216,8 @@ struct Live {
     weights: Arc<Weights>,
     /// Runs the model on a GPU by fused kernels; `None` on other devices.
     executor: Option<Arc<fused::Executor>>,
+    /// Runs prompts beside the passes of `executor`: see [`Model::run_beside`].
+    beside: Option<Arc<fused::BesideSteps>>,
     fingerprint: u64,
 }
 
@@ -340,7 +342,7 @@ impl Model {
         } = made;
         let without_f8 = fused::unsupported_f8(&spec);
         let kv = KvMemory::new(&options.device, &spec, options.kv_bytes, without_f8)?;
-        let (executor, table_bytes) = match &options.device {
+        let (executor, beside, table_bytes) = match &options.device {
             Device::Cuda(gpu) => {
                 let source = fused::Source {
                     spec: &spec,
@@ -349,9 +351,12 @@ impl Model {
                 };
                 let executor = fused::Executor::new(gpu, source, tables, options.deterministic)?;
                 let bytes = executor.bytes();
-                (Some(Arc::new(executor)), bytes)
+                let share = fused::LaneShare::of(gpu, options.tuning);
+                let beside = share.map(|share| fused::BesideSteps::new(gpu, share));
+                let beside = beside.transpose()?.flatten();
+                (Some(Arc::new(executor)), beside.map(Arc::new), bytes)
             }
-            Device::Cpu(_) => (None, 0),
+            Device::Cpu(_) => (None, None, 0),
         };
         let mut info = describe(&spec, &weights, options);
         info.file_format = format;
@@ -361,6 +366,7 @@ impl Model {
             live: RwLock::new(Live {
                 weights: Arc::new(weights),
                 executor,
+                beside,
                 fingerprint,
             }),
             device: options.device.clone(),
@@ -389,6 +395,11 @@ impl Model {
     /// Runs it on a GPU by fused kernels; `None` on other devices.
     fn executor(&self) -> Option<Arc<fused::Executor>> {
         self.live().executor.clone()
+    }
+
+    /// Runs prompts beside other passes; `None` where nothing does.
+    fn beside(&self) -> Option<Arc<fused::BesideSteps>> {
+        self.live().beside.clone()
     }
 
     /// The device that it runs on.

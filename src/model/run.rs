@@ -232,6 +232,34 @@ impl Model {
         self.run_by(self.executor().as_deref(), batch, scratch, logits)
     }
 
+    /// Most rows of a pass of [`Model::run_beside`]; `None` if nothing runs there.
+    pub fn rows_beside(&self) -> Option<usize> {
+        Some(self.beside()?.rows)
+    }
+
+    /// Calls `work` with a function that is like [`Model::run`], but runs on some of a GPU's multiprocessors, in working memory of its own,
+    /// while calls of [`Model::run`] on other threads go on. What `work` enqueues on the device has run when this returns. Segments are
+    /// prompts of two tokens or more. One thread at a time.
+    pub fn run_beside<T>(
+        &self,
+        work: impl FnOnce(
+            &dyn Fn(Batch<'_>, &mut Scratch, &mut Vec<f32>) -> Result<Vec<Result<Output>>>,
+        ) -> T,
+    ) -> Result<T> {
+        let (Some(beside), Some(other)) = (self.beside(), self.executor()) else {
+            bail!(Internal, "a model without a lane, run beside others");
+        };
+        let executor = beside.executor(&other)?;
+        let Some(lane) = executor.lane() else {
+            bail!(Internal, "an executor beside others without a lane");
+        };
+        lane.run(|| {
+            Ok(work(&|batch, scratch, logits| {
+                self.run_by(Some(executor), batch, scratch, logits)
+            }))
+        })
+    }
+
     /// Like [`Model::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
     pub fn run_reference(
         &self,
@@ -470,6 +498,14 @@ impl Model {
             weights,
             kv: self.kv().cache(kv)?,
         })
+    }
+
+    /// As [`Model::turn`], for a pass of an executor. One in a lane waits for no other.
+    pub(super) fn turn_of(&self, executor: &Executor) -> Result<Option<Turn<'_>>> {
+        match executor.lane() {
+            None => self.turn().map(Some),
+            Some(_) => call::check().map(|()| None),
+        }
     }
 
     /// Waits until no other call runs this model; fails if the call is cancelled meanwhile. A batch yields after each of its passes.

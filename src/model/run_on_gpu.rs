@@ -161,7 +161,7 @@ impl Model {
         for mut parts in passes(of_order, limits) {
             // The end of a prompt may be a single token.
             parts.sort_by_key(|part| part.tokens.len() > 1);
-            let _turn = self.turn()?;
+            let _turn = self.turn_of(executor)?;
             let wanted = rows_wanted(segments, &parts);
             let of_pass: Vec<fused::PromptChunk<'_>> =
                 parts.iter().map(|part| chunk(segments, part)).collect();

@@ -74,6 +74,7 @@ impl Model {
         *live() = Live {
             weights: Arc::new(weights),
             executor,
+            beside: None,
             fingerprint,
         };
         Ok(())

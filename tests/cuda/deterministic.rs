@@ -5,10 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 
+use NVFP4::base::call::Cancel;
 use NVFP4::cuda::{Biased, Gpu, LinearScratch, Matrix, ScratchDevice};
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::int8;
-use NVFP4::model::{Device, KvType, LoadOptions, Logits, Output, Scratch, Wanted};
+use NVFP4::model::{Device, KvType, LoadOptions, Logits, Output, Scratch, Tuning, Wanted};
 use NVFP4::session::{GenerateOptions, LogitAdjustments, SamplingOptions, Session};
 use NVFP4::text::GrammarSource;
 
@@ -322,6 +323,71 @@ fn sessions_do_not_depend_on_their_past() {
             assert!(same_bits(&got.0, &want.0), "{case}: logits of session {i}");
             assert_eq!(got.1, want.1, "{case}: tokens of session {i}");
         }
+    }
+}
+
+/// Prompts that run beside steps, on multiprocessors of their own, and the steps beside them, have the bits that they have alone. Some of the
+/// prompts are cancelled, and blocks go from sequence to sequence.
+#[test]
+fn prompts_beside_steps_have_their_own_bits() {
+    const PROMPTS: usize = 12;
+    let Some(gpu) = gpu() else { return };
+    for case in ["qwen3_tied", "qwen35_tied", "nemotronh_dense"] {
+        let alone = load(&gpu, case, false).unwrap();
+        let how = LoadOptions {
+            tuning: Tuning::Latency,
+            ..deterministic(&gpu, true)
+        };
+        let model = Served::load(&golden(case), &how).unwrap();
+        if gpu.arch() == (9, 0) && gpu.driver_version() >= 12050 {
+            assert!(model.rows_beside().is_some(), "{case}");
+        }
+        let options = with_context(256);
+        let drawn = SamplingOptions {
+            temperature: 0.8,
+            seed: Some(5),
+            ..SamplingOptions::default()
+        };
+        let short = some_tokens(&model, 20);
+        let prompt = |number: usize| some_tokens(&model, 90 + 12 * number);
+        let step =
+            |model: &Arc<Served>| generated(&mut prompted(model, &options, &short), 220, &drawn);
+        let of = |model: &Arc<Served>, number: usize| {
+            let mut session = prompted(model, &options, &prompt(number));
+            let first = session.logits().unwrap().to_vec();
+            (first, generated(&mut session, 8, &drawn))
+        };
+        let want_steps = step(&alone);
+        let want: Vec<_> = (0..PROMPTS).map(|number| of(&alone, number)).collect();
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| (0..6).for_each(|_| assert_eq!(step(&model), want_steps, "{case}")));
+            }
+            for thread in 0..2 {
+                let (of, want, model, prompt) = (&of, &want, &model, &prompt);
+                scope.spawn(move || {
+                    for round in 0..3 * PROMPTS {
+                        let number = (round * 5 + thread * 3) % PROMPTS;
+                        if round % 4 == 3 {
+                            let cancel = Cancel::new();
+                            let mut session =
+                                Session::new(model.clone(), &with_context(256)).unwrap();
+                            thread::scope(|scope| {
+                                scope.spawn(|| cancel.cancel());
+                                let _ = cancel.watching(|| session.prefill(&prompt(number)));
+                            });
+                            continue;
+                        }
+                        let got = of(model, number);
+                        assert!(
+                            same_bits(&got.0, &want[number].0),
+                            "{case}: logits of prompt {number}"
+                        );
+                        assert_eq!(got.1, want[number].1, "{case}: tokens of prompt {number}");
+                    }
+                });
+            }
+        });
     }
 }
 

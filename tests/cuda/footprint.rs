@@ -120,7 +120,12 @@ fn weights_and_working_memory_are_what_is_planned() {
             held <= planned.workspace.device,
             "{case}: {held} of {planned:?}"
         );
-        assert!(held * 100 >= most * 99, "{case}: {held} of {planned:?}");
+        // Prompts beside steps would have working memory of their own, at most as much.
+        let parts = if model.rows_beside().is_some() { 2 } else { 1 };
+        assert!(
+            held * parts * 100 >= most * 99,
+            "{case}: {held} of {planned:?}"
+        );
     }
     assert!(loaded >= 20, "{loaded} models");
 }

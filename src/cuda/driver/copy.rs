@@ -128,6 +128,10 @@ impl DeviceSlice<'_> {
         let out = as_bytes_mut(out);
         within(*self, &(at..at.saturating_add(out.len())))?;
         self.gpu().bind()?;
+        if self.gpu().lane().is_some() {
+            // A copy to memory that is not page-locked waits within the driver, and keeps other threads out of it meanwhile.
+            self.gpu().wait()?;
+        }
         if !out.is_empty() {
             check(
                 // SAFETY: the range lies within the slice, and `out` is not touched before the wait.

@@ -18,8 +18,12 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
-    /// Records the point after everything enqueued so far.
+    /// Records the point after everything that this thread's stream has.
     pub fn record(gpu: &Arc<Gpu>) -> Result<Event> {
+        Event::record_on(gpu, gpu.stream())
+    }
+
+    pub(super) fn record_on(gpu: &Arc<Gpu>, stream: sys::CUstream) -> Result<Event> {
         gpu.bind()?;
         let event = check(
             result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING),
@@ -31,10 +35,14 @@ impl Event {
         };
         check(
             // SAFETY: event and stream are the device's own.
-            unsafe { result::event::record(event.event, gpu.stream()) },
+            unsafe { result::event::record(event.event, stream) },
             "recording an event",
         )?;
         Ok(event)
+    }
+
+    pub(super) fn handle(&self) -> sys::CUevent {
+        self.event
     }
 
     /// Waits until the device has reached it.

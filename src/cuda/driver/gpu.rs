@@ -204,9 +204,24 @@ impl Gpu {
         self.integrated
     }
 
-    /// The stream that this thread enqueues to: the device's stream, or the one that is being recorded.
+    /// The stream that this thread enqueues to: the one that it records, else its [`Lane`](super::Lane), else the device's stream.
     pub(in crate::cuda) fn stream(&self) -> sys::CUstream {
-        recording::recorded().unwrap_or(self.stream)
+        recording::recorded().unwrap_or_else(|| self.waited_for())
+    }
+
+    /// The device's stream.
+    pub(super) fn own_stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    /// The stream that this thread waits for.
+    fn waited_for(&self) -> sys::CUstream {
+        recording::entered(self.ordinal).map_or(self.stream, |(stream, _)| stream)
+    }
+
+    /// The number of multiprocessors of the lane that this thread enqueues to, if it does.
+    pub(in crate::cuda) fn lane(&self) -> Option<usize> {
+        recording::entered(self.ordinal).map(|(_, multiprocessors)| multiprocessors)
     }
 
     pub(in crate::cuda) fn pool(&self) -> sys::CUmemoryPool {
@@ -220,8 +235,11 @@ impl Gpu {
     }
 
     /// Waits until everything enqueued has run. Returns faults of earlier work; [`Gpu::check_calls`] reports invalid input that earlier
-    /// work has found.
+    /// work has found. In a lane, only waits until everything enqueued there has run.
     pub fn synchronize(&self) -> Result<()> {
+        if self.lane().is_some() {
+            return self.wait();
+        }
         let attached = self.attached.made();
         let before: Vec<u64> = attached.iter().map(|a| a.enqueued()).collect();
         self.wait()?;
@@ -235,8 +253,8 @@ impl Gpu {
     pub(in crate::cuda) fn wait(&self) -> Result<()> {
         self.bind()?;
         check(
-            // SAFETY: the stream lives as long as `self`.
-            unsafe { result::stream::synchronize(self.stream) },
+            // SAFETY: the stream lives as long as `self`, and a lane as long as this thread is in it.
+            unsafe { result::stream::synchronize(self.waited_for()) },
             "waiting for the device",
         )
     }

@@ -1,4 +1,4 @@
-//! The stream that a thread records into a graph, in place of the device's stream.
+//! The streams that a thread uses in place of the device's stream: one that it records into a graph, and that of a lane.
 
 use std::cell::Cell;
 
@@ -10,6 +10,33 @@ use crate::base::Result;
 thread_local! {
     /// The stream that this thread records.
     static RECORDED: Cell<sys::CUstream> = const { Cell::new(std::ptr::null_mut()) };
+}
+
+thread_local! {
+    /// The lane that this thread enqueues to: its device, stream and number of multiprocessors.
+    static ENTERED: Cell<Option<(usize, sys::CUstream, usize)>> = const { Cell::new(None) };
+}
+
+/// The lane of a device that this thread enqueues to, if any: its stream, and its number of multiprocessors.
+pub(super) fn entered(ordinal: usize) -> Option<(sys::CUstream, usize)> {
+    let (of, stream, multiprocessors) = ENTERED.get()?;
+    (of == ordinal).then_some((stream, multiprocessors))
+}
+
+/// Lets this thread enqueue to a lane, until it is dropped.
+pub(super) struct Entered;
+
+impl Entered {
+    pub(super) fn new(ordinal: usize, stream: sys::CUstream, multiprocessors: usize) -> Entered {
+        ENTERED.set(Some((ordinal, stream, multiprocessors)));
+        Entered
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        ENTERED.set(None);
+    }
 }
 
 /// The stream that this thread records, if any.

@@ -232,7 +232,7 @@ impl Ragged<'_> {
         if rows.is_empty() {
             return Ok(Vec::new());
         }
-        let Lowered { gpu, sizes, .. } = &self.executor.lowered;
+        let Lowered { gpu, sizes, .. } = &*self.executor.lowered;
         let given = DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, tokens)?;
         let each = size_of::<FoundLikelihood>();
         let found = DeviceBuffer::uninit(gpu, Tag::DeviceScratch, rows.len() * each)?;
@@ -264,7 +264,7 @@ impl Ragged<'_> {
         choices: &[Choice<'_>],
     ) -> Result<Vec<Result<u32>>> {
         let executor = self.executor;
-        let Lowered { gpu, sizes, .. } = &executor.lowered;
+        let Lowered { gpu, sizes, .. } = &*executor.lowered;
         let (mut logits, mut scratch) = (Vec::new(), sample::SampleScratch::default());
         let mut chosen = Vec::with_capacity(rows.len());
         for (rows, choices) in rows.chunks(HEAD_ROWS).zip(choices.chunks(HEAD_ROWS)) {
@@ -371,7 +371,7 @@ impl Ragged<'_> {
             hardware,
             model,
             ..
-        } = &self.executor.lowered;
+        } = &*self.executor.lowered;
         let head = model.head;
         let n = rows.len();
         let (held, pages) = (self.memory.rows, self.memory.pages);

@@ -242,7 +242,7 @@ impl Executor {
             rows,
         } = sequences;
         let (rows, pages) = (*rows, input.last() / cuda::PAGE + 1);
-        let Lowered { gpu, sizes, .. } = &self.lowered;
+        let Lowered { gpu, sizes, .. } = &*self.lowered;
         memory.fit(gpu, sizes, rows, rows, rows, pages)?;
         let continues = memory.drew(tokens, positions, rows);
         let has_masks = sequences.have_masks();
@@ -385,7 +385,7 @@ impl Executor {
     pub(super) fn enqueue_blocks_of(&self, pass: &FusedPass<'_>, rows: Rows) -> Result<()> {
         let Lowered {
             model, hardware, ..
-        } = &self.lowered;
+        } = &*self.lowered;
         let of_row = match rows {
             Rows::Step => self.plan_of_adapted_row(pass)?,
             Rows::Ragged | Rows::Verification => None,
@@ -418,7 +418,7 @@ impl Executor {
         };
         let Lowered {
             model, hardware, ..
-        } = &self.lowered;
+        } = &*self.lowered;
         plan::adapted::of_row(model, model.own_blocks(), heads, hardware)
     }
 

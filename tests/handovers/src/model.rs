@@ -66,19 +66,33 @@ pub struct Model {
     spec: Spec,
     pass_rows: usize,
     lease: Option<Arc<Lease>>,
+    rows_beside: Option<usize>,
     is_running: AtomicBool,
+    runs_beside: AtomicBool,
     /// Rows of all passes.
     pub rows: AtomicUsize,
 }
 
 impl Model {
     pub fn new(is_cuda: bool, pass_rows: usize, lease: Option<Arc<Lease>>) -> Model {
+        Model::with_rows_beside(is_cuda, pass_rows, lease, None)
+    }
+
+    /// On a GPU that runs parts of prompts of so many rows beside steps.
+    pub fn with_rows_beside(
+        is_cuda: bool,
+        pass_rows: usize,
+        lease: Option<Arc<Lease>>,
+        rows_beside: Option<usize>,
+    ) -> Model {
         Model {
             device: Device { is_cuda },
             spec: Spec { vocab_size: 1 },
             pass_rows,
             lease,
+            rows_beside,
             is_running: AtomicBool::new(false),
+            runs_beside: AtomicBool::new(false),
             rows: AtomicUsize::new(0),
         }
     }
@@ -95,6 +109,10 @@ impl Model {
         self.pass_rows
     }
 
+    pub fn rows_beside(&self) -> Option<usize> {
+        self.rows_beside
+    }
+
     /// The epoch of the weights.
     pub fn epoch(&self) -> u64 {
         self.lease.as_ref().map_or(0, |lease| lease.epoch())
@@ -106,11 +124,30 @@ impl Model {
         _: &mut Scratch,
         _: &mut Vec<f32>,
     ) -> Result<Vec<Result<Output>>> {
-        assert!(!self.is_running.swap(true, SeqCst), "two passes at a time");
+        self.run_alone(&self.is_running, batch)
+    }
+
+    pub fn run_beside<T>(
+        &self,
+        work: impl FnOnce(
+            &dyn Fn(Batch<'_>, &mut Scratch, &mut Vec<f32>) -> Result<Vec<Result<Output>>>,
+        ) -> T,
+    ) -> Result<T> {
+        Ok(work(&|batch, _, _| {
+            let most = self.rows_beside.expect("a lane");
+            let is_part = |segment: &Segment| (2..=most).contains(&segment.count);
+            assert!(batch.segments.iter().all(is_part), "not parts of prompts");
+            self.run_alone(&self.runs_beside, batch)
+        }))
+    }
+
+    /// Runs a pass in a place that has one at a time.
+    fn run_alone(&self, place: &AtomicBool, batch: Batch<'_>) -> Result<Vec<Result<Output>>> {
+        assert!(!place.swap(true, SeqCst), "two passes at a time");
         let epoch = self.epoch();
         sync::work_for(PASS);
         assert_eq!(self.epoch(), epoch, "the weights changed during a pass");
-        self.is_running.store(false, SeqCst);
+        place.store(false, SeqCst);
         for (i, segment) in batch.segments.iter().enumerate() {
             assert_eq!(segment.epoch, epoch, "keys of other weights");
             let others = &batch.segments[..i];

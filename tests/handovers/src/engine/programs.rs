@@ -39,10 +39,25 @@ impl Served {
     fn with_small_share(pass_rows: usize) -> Arc<Served> {
         let share = PromptShare {
             is_small: true,
-            most: None,
+            ..PromptShare::default()
         };
         Arc::new(Served {
             model: Model::new(true, pass_rows, None),
+            lease: None,
+            leased: None,
+            runner: Runner::new(share),
+        })
+    }
+
+    /// On a GPU that runs prompts beside steps, in parts of so many tokens: all, or if steps may be held up long ones.
+    fn with_a_place_beside(is_small: bool, pass_rows: usize, part: usize) -> Arc<Served> {
+        let share = PromptShare {
+            is_small,
+            beside: true,
+            ..PromptShare::default()
+        };
+        Arc::new(Served {
+            model: Model::with_rows_beside(true, pass_rows, None, Some(part)),
             lease: None,
             leased: None,
             runner: Runner::new(share),
@@ -149,6 +164,78 @@ pub fn generators_take_turns_with_prompts() {
 /// Where a device runs ahead and prompts run beside steps, too.
 pub fn generators_run_beside_small_parts() {
     generators_wait_for_each_other(Served::with_small_share(64));
+}
+
+/// Prompts run beside the steps of those that generate, one at a time, and to their ends when these have ended.
+pub fn prompts_run_beside_steps() {
+    for (served, long) in [
+        (Served::with_a_place_beside(true, 64, 32), [70, 100]),
+        (Served::with_a_place_beside(false, 1024, 1500), [3000, 2200]),
+    ] {
+        generators_wait_for_each_other(served.clone());
+        let rows = served.model.rows.swap(0, SeqCst);
+        let prompts = |id: u64, counts: [usize; 2]| {
+            let served = served.clone();
+            move || {
+                let mut own = sequence(id);
+                counts
+                    .iter()
+                    .for_each(|count| served.runs(&mut own, *count));
+            }
+        };
+        threads![
+            generate(&served, 1, 4),
+            prompts(2, [long[0], 20]),
+            prompts(3, [long[1], 1])
+        ];
+        crate::all_were_woken();
+        let ran = served.model.rows.load(SeqCst);
+        assert_eq!((rows, ran), (106, long[0] + long[1] + 25));
+        served.is_idle();
+    }
+}
+
+/// Those that run beside steps are cancelled, fail and panic by themselves.
+pub fn prompts_beside_steps_end_alone() {
+    for fault in [Fault::Slot, Fault::Pass, Fault::Panic] {
+        let served = Served::with_a_place_beside(true, 64, 32);
+        let cancel = Cancel::new();
+        let fails = {
+            let served = served.clone();
+            move || {
+                let mut own = sequence(2);
+                let run = || served.run(&mut own, 40, fault);
+                let failed = catch_unwind(AssertUnwindSafe(run));
+                assert!(!matches!(failed, Ok(Ok(_))), "a planned fault");
+            }
+        };
+        let cancelled = {
+            let (served, cancel) = (served.clone(), cancel.clone());
+            move || {
+                let mut own = sequence(3);
+                let run = || cancel.watching(|| served.run(&mut own, 100, Fault::None));
+                // The planned fault of a pass concerns all in it.
+                if let Ok(Ok(_)) = catch_unwind(AssertUnwindSafe(run)) {
+                    assert_eq!(own.len, 100);
+                }
+            }
+        };
+        let generates = {
+            let served = served.clone();
+            move || {
+                let generates = served.runner.generates(1);
+                for _ in 0..3 {
+                    let mut own = sequence(1);
+                    let run = || served.run(&mut own, 1, Fault::None);
+                    let _ = catch_unwind(AssertUnwindSafe(run));
+                }
+                drop(generates);
+            }
+        };
+        let cancels = move || cancel.cancel();
+        threads![generates, fails, cancelled, cancels];
+        served.is_idle();
+    }
 }
 
 /// A cancelled caller ends, whether it waits or leads, and the others go on.
