@@ -1280,6 +1280,15 @@ class Models(unittest.TestCase):
         timer.join()
         session.truncate(1)
 
+    def test_no_callback_unless_pieces_are_wanted(self):
+        """Nothing calls the interpreter for each token of a text that is wanted as a whole: threads that generate would wait for each other."""
+        session = self.golden.session()
+        session.prefill([17])
+        with unittest.mock.patch.object(nvfp4.streams._Relay, "give", side_effect=AssertionError("called")) as give:
+            self.assertEqual(session.generate(max_tokens=5, ignore_model_stops=True).generated_tokens, 5)
+            self.assertRaises(AssertionError, session.generate, print, max_tokens=5, ignore_model_stops=True)
+        self.assertEqual(give.call_count, 1)
+
     def test_interrupt_at_the_start(self):
         """Ctrl-C may come before the thread of a generation runs, and as it begins to."""
         session, start = self.golden.session(), threading.Thread.start

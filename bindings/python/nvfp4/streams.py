@@ -168,7 +168,9 @@ class _Relay:
     def generate(self, options):
         session, result = self.work.session, native.GenerationResult(struct_size=ctypes.sizeof(native.GenerationResult))
         self.all = bool(options.log_probabilities or options.top_log_probabilities)
-        with native.processed(options), native.callback(native.TokenCallback, self.give) as callback:
+        # Without a callback, threads that generate do not wait for each other in the interpreter; stop() then ends the call by its flag.
+        told = native.callback(native.TokenCallback, self.give) if self.wanted else contextlib.nullcontext()
+        with native.processed(options), told as callback:
             getattr(lib, f"session_{self.work.call}")(session, *self.work.prompt, ctypes.byref(options), callback, None, ctypes.byref(result))
         return _generation(session, result)
 
