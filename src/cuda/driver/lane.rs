@@ -29,12 +29,23 @@ unsafe impl Send for Lane {}
 unsafe impl Sync for Lane {}
 
 impl Lane {
-    /// A lane of at least `wanted` multiprocessors; `None` where the driver or the device cannot divide them.
+    /// A lane of at least `wanted` multiprocessors; `None` where the driver does not divide them, which a warning says unless it is too old.
     pub fn new(gpu: &Arc<Gpu>, wanted: usize) -> Result<Option<Lane>> {
         if gpu.driver_version() < DRIVER || wanted >= gpu.multiprocessors() {
             return Ok(None);
         }
         gpu.bind()?;
+        match Lane::divided(gpu, wanted) {
+            Ok(lane) => Ok(Some(lane)),
+            Err(e) => {
+                tracing::warn!("prompts do not run beside steps: {e}");
+                Ok(None)
+            }
+        }
+    }
+
+    /// As [`Lane::new`], in the device's context.
+    fn divided(gpu: &Arc<Gpu>, wanted: usize) -> Result<Lane> {
         // SAFETY: plain C structs of integers, which the driver fills.
         let (mut all, mut part, mut rest): (
             sys::CUdevResource,
@@ -42,57 +53,39 @@ impl Lane {
             sys::CUdevResource,
         ) = unsafe { (zeroed(), zeroed(), zeroed()) };
         let (mut groups, kind) = (1, sys::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM);
-        // SAFETY: all pointers are to structs that live across the calls.
-        let divided = unsafe {
+        let (mut context, mut described) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: all pointers are to values that live across the calls; the description is of the part.
+        let made = unsafe {
             sys::cuDeviceGetDevResource(gpu.device(), &mut all, kind)
                 .result()
                 .and_then(|()| {
-                    sys::cuDevSmResourceSplitByCount(
-                        &mut part,
-                        &mut groups,
-                        &all,
-                        &mut rest,
-                        0,
-                        wanted as u32,
-                    )
-                    .result()
+                    let (count, wanted) = (&mut groups, wanted as u32);
+                    sys::cuDevSmResourceSplitByCount(&mut part, count, &all, &mut rest, 0, wanted)
+                        .result()
+                })
+                .and_then(|()| {
+                    sys::cuDevResourceGenerateDesc(&mut described, &mut part, 1).result()
+                })
+                .and_then(|()| {
+                    let stream = sys::CUgreenCtxCreate_flags::CU_GREEN_CTX_DEFAULT_STREAM as u32;
+                    sys::cuGreenCtxCreate(&mut context, described, gpu.device(), stream).result()
                 })
         };
-        if divided.is_err() || groups != 1 {
-            return Ok(None);
-        }
-        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
-        let mut described = std::ptr::null_mut();
-        check(
-            // SAFETY: as above; the description is of the part.
-            unsafe {
-                sys::cuDevResourceGenerateDesc(&mut described, &mut part, 1)
-                    .result()
-                    .and_then(|()| {
-                        let stream = sys::CUgreenCtxCreate_flags::CU_GREEN_CTX_DEFAULT_STREAM;
-                        sys::cuGreenCtxCreate(&mut context, described, gpu.device(), stream as u32)
-                            .result()
-                    })
-            },
-            "dividing the multiprocessors",
-        )?;
+        check(made, "dividing the multiprocessors")?;
+        let mut lane = Lane {
+            gpu: gpu.clone(),
+            context,
+            stream: std::ptr::null_mut(),
+            // SAFETY: the driver filled the part as one of multiprocessors.
+            multiprocessors: unsafe { part.__bindgen_anon_1.sm.smCount } as usize,
+        };
         // SAFETY: the context was just made. Streams of green contexts must be non-blocking.
         let made = unsafe {
             let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-            sys::cuGreenCtxStreamCreate(&mut stream, context, non_blocking, 0).result()
+            sys::cuGreenCtxStreamCreate(&mut lane.stream, context, non_blocking, 0).result()
         };
-        if let Err(e) = check(made, "creating a stream") {
-            // SAFETY: nothing uses the context.
-            let _ = unsafe { sys::cuGreenCtxDestroy(context) };
-            return Err(e);
-        }
-        Ok(Some(Lane {
-            gpu: gpu.clone(),
-            context,
-            stream,
-            // SAFETY: the driver filled the part as one of multiprocessors.
-            multiprocessors: unsafe { part.__bindgen_anon_1.sm.smCount } as usize,
-        }))
+        check(made, "creating a stream")?;
+        Ok(lane)
     }
 
     /// Whether this thread enqueues to a lane of the device.
@@ -128,10 +121,12 @@ impl Drop for Lane {
         if self.gpu.bind().is_err() {
             return;
         }
-        // SAFETY: made in `new`, and used no more. Failures have no one to hear of them.
+        // SAFETY: made in `divided`, the stream unless that failed, and used no more. Failures have no one to hear of them.
         unsafe {
-            let _ = result::stream::synchronize(self.stream);
-            let _ = result::stream::destroy(self.stream);
+            if !self.stream.is_null() {
+                let _ = result::stream::synchronize(self.stream);
+                let _ = result::stream::destroy(self.stream);
+            }
             let _ = sys::cuGreenCtxDestroy(self.context);
         }
     }
