@@ -380,7 +380,9 @@ def python_options(struct: Struct) -> List[Tuple[Declared, str]]:
     out = []
     for field in struct.fields:
         group = group_of(struct, field)
-        if (field.stars or field.base not in CTYPES or field.name in ("struct_size", "reserved", "reserved2", *DEVICE) or re.search("_(length|count)$", field.name)
+        array = re.fullmatch("(.+)_(length|count)", field.name)
+        if (field.stars or field.base not in CTYPES or field.name in ("struct_size", "reserved", "reserved2", *DEVICE)
+                or (array and any(other.stars and other.name.startswith(array[1]) for other in struct.fields))
                 or (struct.name, field.name) in NO_OPTIONS):
             continue
         kind = group.python if group and group.python else "float" if field.base in ("float", "double") else "bool" if field.doc.startswith("1 ") else "int"

@@ -1456,6 +1456,47 @@ typedef struct NVFP4_GenerateOptions {
      * generation with a window drafts nothing. Default: 0, all tokens of the session.
      */
     size_t repetition_window;
+    /**
+     * New tokens before which those that end the text, the model's and `stop_tokens`, are not chosen, and stop strings are not looked for. At
+     * most `max_tokens`. A grammar that allows nothing else ends the text all the same. Default: 0.
+     */
+    size_t min_tokens;
+    /** Tokens that would complete a sequence of this many tokens that the session has already, prompt included, are excluded. Default: 0, none. */
+    size_t no_repeat_ngram_size;
+    /**
+     * Strength of the DRY penalty, such as 0.8: where the session's last tokens have occurred before, the token that followed there loses
+     * `dry_multiplier * dry_base^(n - dry_allowed_length)`, with the length n of the longest such repetition in tokens. Default: 0, off.
+     */
+    float dry_multiplier;
+    /** At least 1. Default: 1.75. */
+    float dry_base;
+    /** Length of the shortest repetition with a penalty, at least 1. Default: 2. */
+    size_t dry_allowed_length;
+    /** Tokens at the end of the session in which repetitions are found. Default: 0, all tokens of the session. */
+    size_t dry_window;
+    /**
+     * Strings, in UTF-8, that no repetition contains: one begins after the last of them. A token whose own text contains one has no penalty.
+     * The text of a special token is its name. They need the model's tokenizer.
+     */
+    const char *const *dry_sequence_breakers;
+    /** Bytes of each of `dry_sequence_breakers`. */
+    const size_t *dry_sequence_breaker_lengths;
+    /**
+     * Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which stands for the four
+     * strings newline, colon, quotation mark and asterisk.
+     */
+    size_t dry_sequence_breaker_count;
+    /** Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off. */
+    float top_n_sigma;
+    /**
+     * Keeps the tokens whose surprise is nearest to the entropy, as many as reach this probability together (locally typical sampling).
+     * Default: 1, all.
+     */
+    float typical_p;
+    /** Probability with which a choice excludes the most probable tokens (XTC); `seed` decides on it as on draws. Default: 0, never. */
+    float xtc_probability;
+    /** Tokens with at least this probability are then excluded, but for the least probable of them. Default: 0.1. */
+    float xtc_threshold;
 } NVFP4_GenerateOptions;
 
 /**
@@ -3110,15 +3151,15 @@ NVFP4_Status NVFP4_adapter_release(NVFP4_Adapter *adapter);
  *
  * LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
  * `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
- * defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
- * stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies those of tokens in its window; the host's own
- * `logits_processor` changes the result as it likes, except that what the grammar excludes stays excluded. Then come `temperature`, `top_k`,
- * `top_p` and `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this.
- * Log-probabilities are those of the model's own logits.
+ * defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); `bad_words`, `no_repeat_ngram_size` and `min_tokens`
+ * exclude tokens; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies those of tokens in its window; the
+ * DRY penalty is subtracted; the host's own `logits_processor` changes the result as it likes, except that what the grammar excludes stays
+ * excluded. Then come `top_n_sigma`, `typical_p`, XTC, `temperature`, `top_k`, `top_p` and `min_p`. The argmax is chosen from the same
+ * logits. Tokens that a grammar forces are not chosen, and follow none of this. Log-probabilities are those of the model's own logits.
  *
- * On a GPU each choice copies its logits to the host if biases, penalties by count, bad words, a `repetition_window` or a processor are set; a
- * grammar alone excludes tokens on the device. A generation with any of these drafts nothing. A choice from logits in host memory copies 4 bytes for each token
- * of the vocabulary, and with a processor reads them once more to check them.
+ * On a GPU each choice copies its logits to the host if one of these is set beside a grammar, `repetition_penalty`, `temperature`, `top_k`,
+ * `top_p` and `min_p`, which the device applies; a `repetition_window` counts as one. A generation with any of these drafts nothing. A choice
+ * from logits in host memory copies 4 bytes for each token of the vocabulary, and with a processor reads them once more to check them.
  */
 
 /** Fills `options` with the defaults. `struct_size` is sizeof(NVFP4_SessionOptions). */

@@ -1815,6 +1815,8 @@ struct GenerateOptions : NVFP4_GenerateOptions {
     std::vector<std::pair<std::int32_t, float>> biases;
     /** Token sequences that are not completed; used instead of the pointers `bad_words`. */
     std::vector<std::vector<std::int32_t>> bad_sequences;
+    /** Strings that no repetition of DRY contains; used instead of the pointers `dry_sequence_breakers`. Without a value the defaults. */
+    std::optional<std::vector<std::string>> dry_breakers;
     /**
      * The program's own change of logits; used instead of the pointer `logits_processor`. What it throws leaves the call. In a Queue or a
      * Dispatcher it runs on another thread, these options must exist until the end of the generation, and an exception ends that like false.
@@ -1893,6 +1895,15 @@ struct PlainOptions {
         plain.bad_words = words.data();
         plain.bad_word_lengths = word_lengths.data();
         plain.bad_word_count = words.size();
+        if (options.dry_breakers) {
+            for (const std::string &breaker : *options.dry_breakers) {
+                breakers.push_back(breaker.data());
+                breaker_lengths.push_back(breaker.size());
+            }
+            plain.dry_sequence_breakers = breakers.data();
+            plain.dry_sequence_breaker_lengths = breaker_lengths.data();
+            plain.dry_sequence_breaker_count = breakers.size();
+        }
     }
     PlainOptions(const PlainOptions &) = delete;
     PlainOptions &operator=(const PlainOptions &) = delete;
@@ -1928,6 +1939,8 @@ struct PlainOptions {
     std::vector<float> bias_values;
     std::vector<const std::int32_t *> words;
     std::vector<std::size_t> word_lengths;
+    std::vector<const char *> breakers;
+    std::vector<std::size_t> breaker_lengths;
 };
 
 /** NVFP4_session_chat() or NVFP4_session_chat_messages(). */

@@ -410,6 +410,64 @@ fn run_gives_the_same_tokens_with_and_without_the_cache() {
 }
 
 #[test]
+fn samplers_of_the_command_decide_on_tokens() {
+    let run = ["run", "--model", MODEL, "--prompt", "Hello there", "--raw"];
+    let greedy = ["--temp", "0", "--max-tokens", "40", "--ignore-stops"];
+    let tokens = |more: &[&str]| {
+        let out = json(&[&run[..], &greedy, more].concat());
+        let tokens = out["tokens"].as_array().unwrap().iter();
+        tokens.map(|t| t.as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    let repeats = |tokens: &[u64]| {
+        let mut pairs: Vec<_> = tokens.windows(2).collect();
+        pairs.sort_unstable();
+        pairs.windows(2).any(|two| two[0] == two[1])
+    };
+    let plain = tokens(&[]);
+    assert!(repeats(&plain), "{plain:?}");
+    let ngrams = tokens(&["--no-repeat-ngram-size", "2"]);
+    assert!(!repeats(&ngrams), "{ngrams:?}");
+    let dry = [
+        "--dry-multiplier",
+        "1e6",
+        "--dry-allowed-length",
+        "1",
+        "--dry-sequence-breaker",
+        "none",
+    ];
+    assert_eq!(tokens(&dry), ngrams);
+    assert_ne!(tokens(&[&dry[..], &["--dry-window", "3"]].concat()), ngrams);
+    // With the breakers that come of themselves, of which this text has some, or with another base, it differs.
+    assert_eq!(tokens(&["--dry-multiplier", "0"]), plain);
+    let soft = |more: &[&str]| {
+        let dry = ["--dry-multiplier", "0.01", "--dry-sequence-breaker", "none"];
+        tokens(&[&dry[..], more].concat())
+    };
+    assert_ne!(soft(&["--dry-base", "4"]), soft(&["--dry-base", "1"]));
+    // Filters leave the argmax, or exclude it.
+    assert_eq!(tokens(&["--top-n-sigma", "0.5"]), plain);
+    assert_ne!(tokens(&["--typical-p", "0.01"]), plain);
+    let xtc = ["--xtc-probability", "1", "--xtc-threshold"];
+    assert_ne!(tokens(&[&xtc[..], &["0.004"]].concat()), plain);
+    assert_eq!(tokens(&[&xtc[..], &["0.9"]].concat()), plain);
+    // A window without a penalty changes nothing.
+    assert_eq!(tokens(&["--repetition-window", "5"]), plain);
+    let penalty = ["--repetition-penalty", "1.3"];
+    assert_ne!(
+        tokens(&[&penalty[..], &["--repetition-window", "3"]].concat()),
+        tokens(&penalty)
+    );
+    // A stop string that comes early is passed over.
+    let stopped = |more: &[&str]| {
+        let out = json(&[&run[..], &greedy, &["--stop", "e"], more].concat());
+        out["tokens"].as_array().unwrap().len()
+    };
+    let early = stopped(&[]);
+    let least = (early + 1).to_string();
+    assert!(stopped(&["--min-tokens", &least]) > early);
+}
+
+#[test]
 fn chat_takes_turns_from_a_pipe() {
     let scratch = Scratch::new("chat");
     let saved = scratch.path("saved");
@@ -887,6 +945,13 @@ fn numbers_out_of_range() {
             &run,
             &["--repetition-penalty", "0"],
             "repetition_penalty is 0",
+        ),
+        (&run, &["--typical-p", "1.5"], "typical_p is 1.5"),
+        (&run, &["--dry-base", "0.5"], "dry_base is 0.5"),
+        (
+            &run,
+            &["--min-tokens", "9", "--max-tokens", "8"],
+            "min_tokens is 9 and max_tokens 8",
         ),
         (&run, &["--stop", ""], "a stop string is empty"),
         (&run, &["--device", "cuda:99"], "cuda:99"),

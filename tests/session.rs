@@ -15,6 +15,8 @@ mod prefixes;
 mod probabilities;
 #[path = "session/processors.rs"]
 mod processors;
+#[path = "session/samplers.rs"]
+mod samplers;
 #[path = "session/saved.rs"]
 mod saved;
 #[path = "session/sliding.rs"]

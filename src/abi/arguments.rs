@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use crate::base::error::{Result, bail, err};
-use crate::base::memory::with_room;
+use crate::base::memory::{copied, with_room};
 use crate::text::utf8;
 
 /// An output pointer from C.
@@ -90,6 +90,29 @@ pub(super) unsafe fn slice_mut<'a, T>(name: &str, data: *mut T, len: usize) -> R
 pub(super) unsafe fn text<'a>(name: &str, data: *const c_char, len: usize) -> Result<&'a str> {
     // SAFETY: promised by the caller.
     utf8(name, unsafe { slice(name, data.cast::<u8>(), len) }?)
+}
+
+/// UTF-8 texts from C, each of them called `one`, and copied.
+///
+/// # Safety
+/// As for [`slice`], of the arrays and of each text.
+pub(super) unsafe fn texts(
+    one: &str,
+    (name, data): (&str, *const *const c_char),
+    (lengths_name, lengths): (&str, *const usize),
+    count: usize,
+) -> Result<Vec<String>> {
+    // SAFETY: promised by the caller.
+    let (texts, lengths) = unsafe {
+        (
+            slice(name, data, count)?,
+            slice(lengths_name, lengths, count)?,
+        )
+    };
+    let each = texts.iter().zip(lengths);
+    // SAFETY: as above.
+    each.map(|(&data, &length)| copied(unsafe { text(one, data, length) }?))
+        .collect()
 }
 
 /// A path from C, as the system's bytes, which need not be UTF-8.

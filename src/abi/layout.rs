@@ -61,13 +61,15 @@ layout!(NVFP4_ModelFile, 56, name: 0, name_length: 8, data: 16, size: 24, read: 
 layout!(NVFP4_SpecialToken, 24, token: 0, roles: 4, name: 8, name_length: 16);
 layout!(NVFP4_SessionOptions, 64, struct_size: 0, kv_type: 4, eviction: 8, is_private: 12, context: 16, keep: 24, system: 32,
     system_length: 40, drop: 48, adapter: 56);
-layout!(NVFP4_GenerateOptions, 216, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
+layout!(NVFP4_GenerateOptions, 296, struct_size: 0, temperature: 4, top_k: 8, top_p: 12, min_p: 16, repetition_penalty: 20,
     ignore_model_stops: 24, replay: 28, log_probabilities: 32, drafts: 36, max_tokens: 40, seed: 48, stop_tokens: 56,
     stop_token_count: 64, stop_strings: 72, stop_string_lengths: 80, stop_string_count: 88, call: 96,
     grammar: 104, tool_calls: 112, top_log_probabilities: 116, presence_penalty: 120, frequency_penalty: 124, logit_bias_tokens: 128,
     logit_biases: 136, logit_bias_count: 144, bad_words: 152, bad_word_lengths: 160, bad_word_count: 168,
     prompt_lookup: 176, logits_processor: 184, logits_user: 192,
-    draft_model: 200, repetition_window: 208);
+    draft_model: 200, repetition_window: 208, min_tokens: 216, no_repeat_ngram_size: 224, dry_multiplier: 232, dry_base: 236,
+    dry_allowed_length: 240, dry_window: 248, dry_sequence_breakers: 256, dry_sequence_breaker_lengths: 264,
+    dry_sequence_breaker_count: 272, top_n_sigma: 280, typical_p: 284, xtc_probability: 288, xtc_threshold: 292);
 layout!(NVFP4_GrammarOptions, 8, struct_size: 0, kind: 4);
 layout!(NVFP4_TokenEvent, 64, struct_size: 0, kind: 4, token: 8, index: 12, text: 16, text_length: 24, log_probability: 32, part: 36,
     top_tokens: 40, top_log_probabilities: 48, top_count: 56);

@@ -7,15 +7,15 @@
 //!
 //! LOGITS. Each choice of a token starts from the model's logits, and changes a copy of them in this order: `logit_biases` are added;
 //! `presence_penalty + frequency_penalty * n` is subtracted from the logit of each token that this generation has n > 0 times, as OpenAI
-//! defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); the last tokens of `bad_words` whose other tokens
-//! stand at the end are excluded; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies those of tokens in its window; the host's own
-//! `logits_processor` changes the result as it likes, except that what the grammar excludes stays excluded. Then come `temperature`, `top_k`,
-//! `top_p` and `min_p`. The argmax is chosen from the same logits. Tokens that a grammar forces are not chosen, and follow none of this.
-//! Log-probabilities are those of the model's own logits.
+//! defines it (tokens of the prompt do not count, in contrast to `repetition_penalty`); `bad_words`, `no_repeat_ngram_size` and `min_tokens`
+//! exclude tokens; the grammar excludes what does not fit; `repetition_penalty` divides or multiplies those of tokens in its window; the
+//! DRY penalty is subtracted; the host's own `logits_processor` changes the result as it likes, except that what the grammar excludes stays
+//! excluded. Then come `top_n_sigma`, `typical_p`, XTC, `temperature`, `top_k`, `top_p` and `min_p`. The argmax is chosen from the same
+//! logits. Tokens that a grammar forces are not chosen, and follow none of this. Log-probabilities are those of the model's own logits.
 //!
-//! On a GPU each choice copies its logits to the host if biases, penalties by count, bad words, a `repetition_window` or a processor are set; a
-//! grammar alone excludes tokens on the device. A generation with any of these drafts nothing. A choice from logits in host memory copies 4 bytes for each token
-//! of the vocabulary, and with a processor reads them once more to check them.
+//! On a GPU each choice copies its logits to the host if one of these is set beside a grammar, `repetition_penalty`, `temperature`, `top_k`,
+//! `top_p` and `min_p`, which the device applies; a `repetition_window` counts as one. A generation with any of these drafts nothing. A choice
+//! from logits in host memory copies 4 bytes for each token of the vocabulary, and with a processor reads them once more to check them.
 
 use std::cell::OnceCell;
 use std::ffi::{c_char, c_void};
@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use super::adapter::NVFP4_Adapter;
 use super::arguments::{
     self, Growing, Out, User, choice, copy_items, copy_text, count, fill, flag, options, results,
-    slice, slice_mut, text,
+    slice, slice_mut, text, texts,
 };
 use super::call::{Cancellation, NVFP4_CallOptions, watched, watched_throughout};
 use super::grammar::NVFP4_Grammar;
@@ -43,9 +43,9 @@ use crate::base::memory::copied;
 use crate::base::{Error, ErrorKind, call};
 use crate::engine::{LoadedAdapter, Served};
 use crate::session::{
-    self, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments, LogitsProcessor,
-    MOST_DRAFTS, Part, Piece, Sampler, SamplingOptions, SessionOptions, StepChoice, Submitted,
-    TokenProbabilities, ToolCalls,
+    self, Dry, Eviction, Finish, Forks, GenerateOptions, Generation, LogitAdjustments,
+    LogitsProcessor, MOST_DRAFTS, Part, Piece, Sampler, SamplingOptions, SessionOptions,
+    StepChoice, Submitted, TokenProbabilities, ToolCalls,
 };
 use crate::text::{Grammar, Message, ToolCall, messages_to_json};
 use serde_json::Value;
@@ -356,14 +356,46 @@ pub struct NVFP4_GenerateOptions {
     /// Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far as they reach. A
     /// generation with a window drafts nothing. Default: 0, all tokens of the session.
     pub repetition_window: usize,
+    /// New tokens before which those that end the text, the model's and `stop_tokens`, are not chosen, and stop strings are not looked for. At
+    /// most `max_tokens`. A grammar that allows nothing else ends the text all the same. Default: 0.
+    pub min_tokens: usize,
+    /// Tokens that would complete a sequence of this many tokens that the session has already, prompt included, are excluded. Default: 0, none.
+    pub no_repeat_ngram_size: usize,
+    /// Strength of the DRY penalty, such as 0.8: where the session's last tokens have occurred before, the token that followed there loses
+    /// `dry_multiplier * dry_base^(n - dry_allowed_length)`, with the length n of the longest such repetition in tokens. Default: 0, off.
+    pub dry_multiplier: f32,
+    /// At least 1. Default: 1.75.
+    pub dry_base: f32,
+    /// Length of the shortest repetition with a penalty, at least 1. Default: 2.
+    pub dry_allowed_length: usize,
+    /// Tokens at the end of the session in which repetitions are found. Default: 0, all tokens of the session.
+    pub dry_window: usize,
+    /// Strings, in UTF-8, that no repetition contains: one begins after the last of them. A token whose own text contains one has no penalty.
+    /// The text of a special token is its name. They need the model's tokenizer.
+    pub dry_sequence_breakers: *const *const c_char,
+    /// Bytes of each of `dry_sequence_breakers`.
+    pub dry_sequence_breaker_lengths: *const usize,
+    /// Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which stands for the four
+    /// strings newline, colon, quotation mark and asterisk.
+    pub dry_sequence_breaker_count: usize,
+    /// Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.
+    pub top_n_sigma: f32,
+    /// Keeps the tokens whose surprise is nearest to the entropy, as many as reach this probability together (locally typical sampling).
+    /// Default: 1, all.
+    pub typical_p: f32,
+    /// Probability with which a choice excludes the most probable tokens (XTC); `seed` decides on it as on draws. Default: 0, never.
+    pub xtc_probability: f32,
+    /// Tokens with at least this probability are then excluded, but for the least probable of them. Default: 0.1.
+    pub xtc_threshold: f32,
 }
 
 // SAFETY: numbers and pointers without padding, the first a u32 size.
 unsafe impl Growing for NVFP4_GenerateOptions {
     const NAME: &'static str = "NVFP4_GenerateOptions";
-    const EARLIER: &'static [usize] = &[104, 120, 200, 208];
+    const EARLIER: &'static [usize] = &[104, 120, 200, 208, 216];
     fn defaults() -> Self {
         let defaults = GenerateOptions::default();
+        let adjustments = &defaults.adjustments;
         NVFP4_GenerateOptions {
             struct_size: size_of::<Self>() as u32,
             temperature: defaults.sampling.temperature,
@@ -399,6 +431,19 @@ unsafe impl Growing for NVFP4_GenerateOptions {
             logits_user: std::ptr::null_mut(),
             draft_model: std::ptr::null(),
             repetition_window: 0,
+            min_tokens: 0,
+            no_repeat_ngram_size: 0,
+            dry_multiplier: adjustments.dry.multiplier,
+            dry_base: adjustments.dry.base,
+            dry_allowed_length: adjustments.dry.allowed_length,
+            dry_window: 0,
+            dry_sequence_breakers: std::ptr::null(),
+            dry_sequence_breaker_lengths: std::ptr::null(),
+            dry_sequence_breaker_count: usize::MAX,
+            top_n_sigma: adjustments.top_n_sigma,
+            typical_p: adjustments.typical_p,
+            xtc_probability: adjustments.xtc_probability,
+            xtc_threshold: adjustments.xtc_threshold,
         }
     }
 }
@@ -408,23 +453,14 @@ impl NVFP4_GenerateOptions {
     /// The arrays and texts must be readable.
     pub(super) unsafe fn read(&self) -> Result<GenerateOptions> {
         // SAFETY: promised by the caller.
-        let (stop_tokens, strings, lengths) = unsafe {
+        let (stop_tokens, stop_strings) = unsafe {
+            let lengths = ("stop_string_lengths", self.stop_string_lengths);
+            let strings = ("stop_strings", self.stop_strings);
             (
                 slice("stop_tokens", self.stop_tokens, self.stop_token_count)?,
-                slice("stop_strings", self.stop_strings, self.stop_string_count)?,
-                slice(
-                    "stop_string_lengths",
-                    self.stop_string_lengths,
-                    self.stop_string_count,
-                )?,
+                texts("a stop string", strings, lengths, self.stop_string_count)?,
             )
         };
-        let stop_strings = strings
-            .iter()
-            .zip(lengths)
-            // SAFETY: as above.
-            .map(|(&string, &length)| copied(unsafe { text("a stop string", string, length) }?))
-            .collect::<Result<_>>()?;
         Ok(GenerateOptions {
             max_tokens: self.max_tokens,
             sampling: self.sampling()?,
@@ -497,12 +533,37 @@ impl NVFP4_GenerateOptions {
             presence_penalty: self.presence_penalty,
             frequency_penalty: self.frequency_penalty,
             bad_words,
-            repetition_window: match self.repetition_penalty {
-                1.0 => 0,
-                _ => self.repetition_window,
+            no_repeat_ngram_size: self.no_repeat_ngram_size,
+            min_tokens: self.min_tokens,
+            repetition_window: self.repetition_window,
+            dry: Dry {
+                multiplier: self.dry_multiplier,
+                base: self.dry_base,
+                allowed_length: self.dry_allowed_length,
+                window: self.dry_window,
+                // SAFETY: promised by the caller.
+                sequence_breakers: unsafe { self.dry_sequence_breakers() }?,
             },
             processor: self.processor(index),
+            top_n_sigma: self.top_n_sigma,
+            typical_p: self.typical_p,
+            xtc_probability: self.xtc_probability,
+            xtc_threshold: self.xtc_threshold,
         })
+    }
+
+    /// # Safety
+    /// The array and its strings must be readable.
+    unsafe fn dry_sequence_breakers(&self) -> Result<Vec<String>> {
+        if self.dry_sequence_breaker_count == usize::MAX {
+            return Ok(Dry::default().sequence_breakers);
+        }
+        let strings = ("dry_sequence_breakers", self.dry_sequence_breakers);
+        let lengths = self.dry_sequence_breaker_lengths;
+        let lengths = ("dry_sequence_breaker_lengths", lengths);
+        let count = self.dry_sequence_breaker_count;
+        // SAFETY: promised by the caller.
+        unsafe { texts("a dry sequence breaker", strings, lengths, count) }
     }
 
     /// The host's processor of the logits of the session at `index` of a call.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use NVFP4::base::Result;
 use NVFP4::engine::Served;
 use NVFP4::model::SamplingOptions;
-use NVFP4::session::GenerateOptions;
+use NVFP4::session::{Dry, GenerateOptions, LogitAdjustments};
 
 use super::grammar::GrammarArgs;
 
@@ -31,9 +31,8 @@ pub(super) struct SamplingArgs {
     /// Above 1, tokens that have occurred already become less probable
     #[arg(long)]
     repetition_penalty: Option<f32>,
-    /// Tokens at the end that the repetition penalty counts, the prompt's among them; 0 means all
-    #[arg(long, default_value_t = 0)]
-    repetition_window: usize,
+    #[command(flatten)]
+    adjustments: AdjustmentArgs,
     /// The same seed gives the same answer; without it each answer has a new one
     #[arg(long)]
     seed: Option<u64>,
@@ -62,6 +61,74 @@ pub(super) struct SamplingArgs {
     grammar: GrammarArgs,
 }
 
+#[derive(clap::Args)]
+struct AdjustmentArgs {
+    /// Tokens at the end that the repetition penalty counts, the prompt's among them; 0 means all
+    #[arg(long, default_value_t = 0)]
+    repetition_window: usize,
+    /// Do not end the answer before this many tokens
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    min_tokens: usize,
+    /// Never repeat this many tokens in a row, those of the prompt included; 0 means off
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    no_repeat_ngram_size: usize,
+    /// Strength of the DRY penalty on tokens that would extend a repetition, such as 0.8; 0 means off
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    dry_multiplier: f32,
+    /// Growth of the DRY penalty with each token of the repetition [default: 1.75]
+    #[arg(long, value_name = "X")]
+    dry_base: Option<f32>,
+    /// Length in tokens of the shortest repetition with a DRY penalty [default: 2]
+    #[arg(long, value_name = "N")]
+    dry_allowed_length: Option<usize>,
+    /// Tokens at the end in which DRY finds repetitions; 0 means all
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    dry_window: usize,
+    /// A text that no repetition contains for DRY; may be given several times, and 'none' means none. By default newline, colon, quotation
+    /// mark and asterisk
+    #[arg(long, value_name = "TEXT")]
+    dry_sequence_breaker: Vec<String>,
+    /// Leave out tokens whose logit is more than this many standard deviations below the largest; 0 means off
+    #[arg(long, value_name = "X", default_value_t = 0.0)]
+    top_n_sigma: f32,
+    /// Sample from the most typical tokens that together have this probability; 1 means all
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    typical_p: f32,
+    /// Probability with which a token is chosen without the most probable ones (XTC); 0 means off
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    xtc_probability: f32,
+    /// XTC leaves out the tokens with at least this probability, but for the least probable of them [default: 0.1]
+    #[arg(long, value_name = "P")]
+    xtc_threshold: Option<f32>,
+}
+
+impl AdjustmentArgs {
+    fn adjustments(&self) -> LogitAdjustments {
+        let own = LogitAdjustments::default();
+        LogitAdjustments {
+            repetition_window: self.repetition_window,
+            min_tokens: self.min_tokens,
+            no_repeat_ngram_size: self.no_repeat_ngram_size,
+            dry: Dry {
+                multiplier: self.dry_multiplier,
+                base: self.dry_base.unwrap_or(own.dry.base),
+                allowed_length: self.dry_allowed_length.unwrap_or(own.dry.allowed_length),
+                window: self.dry_window,
+                sequence_breakers: match &self.dry_sequence_breaker[..] {
+                    [] => own.dry.sequence_breakers,
+                    [none] if none == "none" => Vec::new(),
+                    breakers => breakers.to_vec(),
+                },
+            },
+            top_n_sigma: self.top_n_sigma,
+            typical_p: self.typical_p,
+            xtc_probability: self.xtc_probability,
+            xtc_threshold: self.xtc_threshold.unwrap_or(own.xtc_threshold),
+            ..own
+        }
+    }
+}
+
 impl SamplingArgs {
     /// The given options, completed by the model's recommended settings, with `draft` as the draft model.
     pub(super) fn options(
@@ -80,6 +147,7 @@ impl SamplingArgs {
                 repetition_penalty: self.repetition_penalty.unwrap_or(own.repetition_penalty),
                 seed: self.seed,
             },
+            adjustments: self.adjustments.adjustments(),
             stop_strings: self.stop.clone(),
             ignore_model_stops: self.ignore_stops,
             replay: self.replay,
@@ -88,9 +156,6 @@ impl SamplingArgs {
             draft_model: draft,
             ..GenerateOptions::default()
         };
-        if options.sampling.repetition_penalty != 1.0 {
-            options.adjustments.repetition_window = self.repetition_window;
-        }
         self.grammar.add_to(&mut options, model)?;
         Ok(options)
     }

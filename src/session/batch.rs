@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::adjustments::Adjuster;
+use super::adjustments::{Adjuster, AdjusterScratch};
 use super::next::Next;
 use super::probabilities::check_top;
 use super::{LogitAdjustments, SamplingOptions, Session, TokenProbabilities};
@@ -35,7 +35,7 @@ pub fn step(sessions: &mut [&mut Session], tokens: &[u32]) -> Result<()> {
 pub struct StepChoice<'a> {
     /// Sampling settings.
     pub sampling: &'a SamplingOptions,
-    /// Changes of the logits before the choice, without penalties that count the tokens of a generation.
+    /// Changes of the logits before the choice, without those that count the tokens of a generation.
     pub adjustments: &'a LogitAdjustments,
     /// Keeps log-probabilities of the chosen token, and of this many most probable ones, for [`Session::choice`], which copies the logits
     /// to the host.
@@ -87,10 +87,12 @@ pub fn step_choose_with(
     let options: Vec<_> = each
         .map(|(choice, session)| choice.sampling.seeded_by(session.seed))
         .collect();
-    let adjusters: Vec<_> = choices
-        .iter()
-        .map(|choice| Adjuster::new(choice.adjustments, choice.sampling))
-        .collect();
+    let each = choices.iter().zip(&*sessions).enumerate();
+    let adjusters = each.map(|(i, (choice, session))| {
+        let adjuster = Adjuster::of(choice.adjustments, choice.sampling, &session.model);
+        adjuster.map_err(|e| numbered(i, e))
+    });
+    let adjusters = adjusters.collect::<Result<Vec<_>>>()?;
     let needs_logits =
         |i: usize| adjusters[i].is_some() || choices[i].top_log_probabilities.is_some();
     let on_device: Vec<_> = options
@@ -144,6 +146,13 @@ impl OnHost<'_> {
         logits: Vec<f32>,
     ) -> Result<Vec<Chosen>> {
         let (mut next, mut places) = (Vec::new(), Vec::new());
+        let mut scratch = AdjusterScratch::default();
+        let choice = |i: usize| Choice {
+            options: &self.options[i],
+            draw: sessions[i].appended() as u64,
+            history: &sessions[i].tokens[..],
+            allowed: None,
+        };
         // Log-probabilities are those of the model's own logits.
         let mut adjusted = logits.clone();
         for (i, output) in outputs.into_iter().enumerate() {
@@ -154,7 +163,7 @@ impl OnHost<'_> {
                     let row = rows.start * vocabulary..rows.end * vocabulary;
                     if let Some(adjuster) = &self.adjusters[i] {
                         let (copy, own) = (&mut adjusted[row.clone()], &logits[row.clone()]);
-                        let done = adjuster.adjust(copy, own, &sessions[i].tokens, None);
+                        let done = adjuster.adjust(copy, own, &choice(i), &mut scratch);
                         done.map_err(|e| numbered(i, e))?;
                     }
                     places.push((i, row));
@@ -166,16 +175,11 @@ impl OnHost<'_> {
         let choices: Vec<_> = places
             .iter()
             .map(|&(i, _)| {
-                let tokens = &sessions[i].tokens[..];
-                Choice {
-                    options: &self.options[i],
-                    draw: sessions[i].appended() as u64,
-                    history: match &self.adjusters[i] {
-                        Some(adjuster) => adjuster.unpenalized(tokens),
-                        None => tokens,
-                    },
-                    allowed: None,
+                let mut choice = choice(i);
+                if let Some(adjuster) = &self.adjusters[i] {
+                    choice.history = adjuster.unpenalized(choice.history);
                 }
+                choice
             })
             .collect();
         let Some(&(first, _)) = places.first() else {

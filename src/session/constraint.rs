@@ -108,10 +108,9 @@ impl Constraint {
         let Some(grammar) = calls.or_else(|| options.grammar.clone()) else {
             return Ok(None);
         };
-        let own = model.stop_tokens();
-        let (own, ignored) = match options.ignore_model_stops {
-            true => (&[][..], own),
-            false => (own, &[][..]),
+        let ignored = match options.ignore_model_stops {
+            true => model.stop_tokens(),
+            false => &[],
         };
         Ok(Some(Constraint {
             grammar,
@@ -119,7 +118,7 @@ impl Constraint {
             phase: Phase::Before,
             state: None,
             mask: Vec::new(),
-            stops: [own, &options.stop_tokens].concat(),
+            stops: options.ends(model),
             ignored: ignored.to_vec(),
             opening: match form {
                 Some(form) => Opening::of(model, form, scope != Scope::Content)?,

@@ -13,7 +13,7 @@ use super::probabilities::TokenProbabilities;
 use super::timings::Stopwatch;
 use super::{Eviction, Part, Sampler, Session, Transcript};
 use crate::base::{Error, ErrorKind, Result, call, memory};
-use crate::model::{Logits, TokenMask};
+use crate::model::{Choice, Logits, TokenMask};
 use crate::text::AnswerStage;
 
 /// Tokens that take longer to run than a step may.
@@ -97,10 +97,11 @@ impl<'a> GenerationLoop<'a> {
             }
             _ => (options.max_tokens, Finish::Length),
         };
+        let adjuster = Adjuster::of(&options.adjustments, &options.sampling, &session.model)?;
         let chooser = Chooser {
             options,
             sampler,
-            adjuster: Adjuster::new(&options.adjustments, &options.sampling),
+            adjuster: adjuster.map(|adjuster| adjuster.ending_by(options.ends(&session.model))),
             drafts: session.drafts_of(options),
             replayed: Vec::new(),
         };
@@ -248,6 +249,14 @@ impl<'a> GenerationLoop<'a> {
         }
         self.session.push(&[token]);
         self.out.tokens.push(token);
+        let GenerateOptions {
+            adjustments,
+            sampling,
+            ..
+        } = self.chooser.options;
+        if adjustments.are_over(sampling, self.out.tokens.len()) {
+            self.chooser.adjuster = None;
+        }
         let (shown, finish) = self.text.push(token);
         let told = match &mut self.answer {
             None => vec![(Part::Content, shown.to_owned())],
@@ -374,7 +383,11 @@ impl Chooser<'_> {
                     .has_processor()
                     .then(|| session.forks.stand(session));
                 let history = adjuster.unpenalized(&session.tokens);
-                (adjuster.adjusted(logits, &session.tokens, mask)?, history)
+                let choice = Choice {
+                    allowed: mask,
+                    ..self.sampler.choice(&session.tokens)
+                };
+                (adjuster.adjusted(logits, &choice)?, history)
             }
             None => (logits, &session.tokens[..]),
         };

@@ -14,6 +14,7 @@ mod constraint;
 mod conversation;
 mod drafts;
 mod embed;
+mod filters;
 mod forks;
 mod generate;
 mod generation;
@@ -25,6 +26,7 @@ mod pace;
 mod probabilities;
 mod processor;
 mod queue;
+mod repetition;
 mod sampler;
 mod score;
 mod state_file;
@@ -56,6 +58,7 @@ pub use processor::LogitsProcessor;
 pub use queue::{
     Happened, Queue, QueueCounts, QueueEvent, QueueOptions, Submission, Submitted, Work,
 };
+pub use repetition::Dry;
 pub use sampler::Sampler;
 pub use score::ScoredToken;
 pub use timings::Timings;
@@ -302,7 +305,7 @@ impl Session {
     }
 
     /// As [`sample`](Self::sample), from adjusted logits. With `top` it keeps log-probabilities for [`choice`](Self::choice). Fails for
-    /// penalties that count the tokens of a generation.
+    /// adjustments that count the tokens of a generation.
     pub fn sample_adjusted(
         &mut self,
         sampler: &mut Sampler,
@@ -314,11 +317,12 @@ impl Session {
         check_top(top)?;
         self.flush()?;
         let logits = self.flushed()?;
-        let token = match Adjuster::new(adjustments, sampler.options()) {
+        let token = match Adjuster::of(adjustments, sampler.options(), &self.model)? {
             None => sampler.sample(logits, &self.tokens)?,
             Some(mut adjuster) => {
                 let history = adjuster.unpenalized(&self.tokens);
-                sampler.sample(adjuster.adjusted(logits, &self.tokens, None)?, history)?
+                let choice = sampler.choice(&self.tokens);
+                sampler.sample(adjuster.adjusted(logits, &choice)?, history)?
             }
         };
         let probabilities = |top| (token, TokenProbabilities::of(logits, token, top));

@@ -37,7 +37,8 @@ pub struct GenerateOptions {
     pub adjustments: LogitAdjustments,
     /// Tokens that end the text, besides the model's own. The token that ends it is not part of the sequence.
     pub stop_tokens: Vec<u32>,
-    /// Strings that end the text, and are not part of it. Their tokens stay in the sequence. A generated special token gives no text, but
+    /// Strings that end the text, and are not part of it, looked for after the first [`min_tokens`](LogitAdjustments::min_tokens) tokens. Their
+    /// tokens stay in the sequence. A generated special token gives no text, but
     /// matches a stop string that contains its name.
     pub stop_strings: Vec<String>,
     /// Treats the model's own stop tokens like any other token.
@@ -112,7 +113,16 @@ impl GenerateOptions {
         self.replay
             || self.top_log_probabilities.is_some()
             || self.is_held()
-            || !self.adjustments.is_none()
+            || !self.adjustments.is_none(&self.sampling)
+    }
+
+    /// The tokens that end a text of `model`.
+    pub(super) fn ends(&self, model: &Served) -> Vec<u32> {
+        let own = match self.ignore_model_stops {
+            true => &[][..],
+            false => model.stop_tokens(),
+        };
+        [own, &self.stop_tokens].concat()
     }
 
     /// Checks them for a generation of `model`, or with `is_chat` for a chat turn: refuses a grammar of another model, tokens that the
@@ -121,6 +131,14 @@ impl GenerateOptions {
         self.sampling.check()?;
         self.adjustments.check(model.spec().vocab_size)?;
         check_top(self.top_log_probabilities)?;
+        let least = self.adjustments.min_tokens;
+        if least > self.max_tokens {
+            bail!(
+                InvalidArgument,
+                "min_tokens is {least} and max_tokens {}; at least as many tokens must be allowed",
+                self.max_tokens
+            );
+        }
         if self.prompt_lookup > MOST_DRAFTS {
             bail!(
                 InvalidArgument,

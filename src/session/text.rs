@@ -18,6 +18,8 @@ pub(super) struct GenerationText {
     /// Bytes of `all` that may be shown; `given` of them were shown already.
     free: usize,
     given: usize,
+    /// Number of tokens to come whose text may contain stop strings.
+    spared: usize,
     /// Special tokens whose names count as text.
     named: Vec<&'static str>,
     /// Tokens that end a turn although the vocabulary lists them as ordinary text. They add no text.
@@ -62,6 +64,7 @@ impl GenerationText {
             shown: Watch::of(all),
             free: 0,
             given: 0,
+            spared: 0,
             named: Vec::new(),
             ends: Vec::new(),
         }
@@ -70,6 +73,12 @@ impl GenerationText {
     /// Writes the names of these special tokens as text.
     pub(super) fn showing(mut self, named: &[&'static str]) -> Self {
         self.named = named.to_vec();
+        self
+    }
+
+    /// Looks for no stop string in the text of the first `count` tokens.
+    pub(super) fn sparing(mut self, count: usize) -> Self {
+        self.spared = count;
         self
     }
 
@@ -84,10 +93,17 @@ impl GenerationText {
         // A model may have rows for ids without text in its tokenizer.
         let text = detokenizer.push(token).unwrap_or_default();
         let name = detokenizer.name_of_special(token).to_owned();
-        match self.named.contains(&&*name) {
-            true => self.add(&(text + &name), ""),
-            false => self.add(&text, &name),
+        let (text, name) = match self.named.contains(&&*name) {
+            true => (text + &name, String::new()),
+            false => (text, name),
+        };
+        if self.spared == 0 {
+            return self.add(&text, &name);
         }
+        self.spared -= 1;
+        self.all.push_str(&text);
+        self.free = self.all.len();
+        false
     }
 
     /// Adds text, and after it the name of a special token. Returns whether that completes a stop string.

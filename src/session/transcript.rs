@@ -22,7 +22,8 @@ impl Transcript {
     /// A transcript that continues `tokens`, which may end within a character, and ends where a generation with `options` would.
     pub fn new(model: &Arc<Served>, tokens: &[u32], options: &GenerateOptions) -> Result<Self> {
         Ok(Transcript {
-            text: GenerationText::after(tokens, model, &options.stop_strings)?,
+            text: GenerationText::after(tokens, model, &options.stop_strings)?
+                .sparing(options.adjustments.min_tokens),
             model: model.clone(),
             stop_tokens: options.stop_tokens.clone(),
             ignore_model_stops: options.ignore_model_stops,

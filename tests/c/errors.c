@@ -3,6 +3,7 @@
  * found out. */
 #include "check.h"
 #include <math.h>
+#include <stddef.h>
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -1215,6 +1216,60 @@ static void adjustments(NVFP4_Model *model)
     OK(NVFP4_session_release(session));
 }
 
+/* Wrong numbers of samplers too, and wrong breakers. */
+static void samplers(NVFP4_Model *model)
+{
+    const int32_t invalid = NVFP4_INVALID_ARGUMENT;
+    NVFP4_Session *session = NULL;
+    NVFP4_GenerateOptions how;
+    const NVFP4_GenerateOptions *each = &how;
+    int32_t token = 3;
+    float *const numbers[] = {&how.dry_multiplier, &how.dry_base, &how.top_n_sigma, &how.typical_p, &how.xtc_probability, &how.xtc_threshold};
+    const char *const says[] = {"dry_multiplier is -", "dry_base is -",        "top_n_sigma is -",
+                                "typical_p is -",      "xtc_probability is -", "xtc_threshold is -"};
+    const char *breakers[2] = {"\n", "\xff"};
+    size_t lengths[2] = {1, 0}, held = 0;
+    OK(NVFP4_session_create(model, NULL, &session));
+    OK(NVFP4_session_prefill(session, &token, 1, NULL));
+    for (int i = 0; i < 10; i++) {
+        OK(NVFP4_generate_options_init(&how, sizeof how));
+        CHECK(how.min_tokens == 0 && how.no_repeat_ngram_size == 0 && how.dry_multiplier == 0 && how.dry_base == 1.75f);
+        CHECK(how.dry_allowed_length == 2 && how.dry_window == 0 && how.dry_sequence_breaker_count == SIZE_MAX);
+        CHECK(how.top_n_sigma == 0 && how.typical_p == 1 && how.xtc_probability == 0 && how.xtc_threshold == 0.1f);
+        how.max_tokens = 2;
+        how.dry_sequence_breaker_lengths = lengths;
+        if (i < 6)
+            *numbers[i] = -0.5f;
+        else if (i == 6)
+            how.dry_allowed_length = 0;
+        else {
+            how.dry_sequence_breaker_count = 2;
+            how.dry_sequence_breakers = i == 7 ? NULL : breakers;
+            lengths[1] = i == 9;
+        }
+        BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+        SAYS(i < 6 ? says[i] : i == 6 ? "dry_allowed_length is 0" : i == 7 ? "dry_sequence_breakers is NULL" : i == 8 ? "breaker 1 is empty" : "a dry sequence breaker");
+        BAD(invalid, NVFP4_session_chat, session, "a", 1, NULL, &how, NULL, NULL, NULL);
+        BAD(invalid, NVFP4_session_sample, session, &how, &token);
+        BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
+    }
+    OK(NVFP4_generate_options_init(&how, sizeof how));
+    how.min_tokens = 3;
+    BAD(invalid, NVFP4_session_sample, session, &how, &token);
+    BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
+    SAYS("min_tokens 3");
+    how.max_tokens = 2;
+    BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+    SAYS("min_tokens is 3 and max_tokens 2");
+    OK(NVFP4_session_length(session, &held));
+    CHECK(held == 1);
+    /* A program that was built before these fields, whose memory goes on with something else. */
+    how.struct_size = offsetof(NVFP4_GenerateOptions, min_tokens);
+    how.typical_p = how.dry_base = NAN;
+    OK(NVFP4_session_generate(session, &how, NULL, NULL, NULL));
+    OK(NVFP4_session_release(session));
+}
+
 /* In the call numbered `at` a processor writes NaN, infinity, or nothing finite. */
 typedef struct {
     int calls, at, what;
@@ -1695,6 +1750,7 @@ int main(int argc, char **argv)
     grammars(model);
     adapters(model, argv[2]);
     adjustments(model);
+    samplers(model);
     embeddings(model);
     processors(model);
     data(argv[2]);

@@ -812,6 +812,55 @@ void streams(const std::string &path)
         CHECK(asked.tokens().size() == 9);
     }
 
+    /* Samplers beside them: a text that ends once it may, and no repetition. */
+    {
+        nvfp4::GenerateOptions sampled = options;
+        sampled.stop_ids = {7};
+        sampled.biases = {{7, 1e6f}, {8, 1e3f}, {41, 1e3f}};
+        sampled.min_tokens = 6;
+        sampled.max_tokens = 20;
+        sampled.no_repeat_ngram_size = 2;
+        nvfp4::Session asked(model);
+        asked.prefill({3, 4});
+        CHECK(asked.generate(sampled).generated_tokens == 6);
+        const std::vector<std::int32_t> made = asked.tokens();
+        CHECK(std::count(made.begin(), made.end(), 8) > 1 && std::count(made.begin(), made.end(), 7) == 0);
+        for (std::size_t i = 2; i < made.size(); i++)
+            CHECK(std::search(made.begin(), made.begin() + i, made.begin() + i - 1, made.begin() + i + 1) == made.begin() + i);
+        /* Token 8 would extend a repetition of two, unless one of its tokens is a breaker. */
+        nvfp4::GenerateOptions dry = options;
+        dry.biases = {{8, 1e3f}, {41, 1e2f}};
+        dry.dry_multiplier = 1e4f;
+        nvfp4::Session repeated(model);
+        const std::int32_t x = model.tokenize_plain("x", false).at(0);
+        repeated.prefill({9, x, 8, 9, x});
+        CHECK(repeated.sample(dry) == 41);
+        dry.dry_breakers = {"y", "x"};
+        CHECK(repeated.sample(dry) == 8);
+        dry.dry_breakers->clear();
+        CHECK(repeated.sample(dry) == 41);
+        dry.dry_allowed_length = 3;
+        CHECK(repeated.sample(dry) == 8);
+        dry.dry_allowed_length = 2;
+        dry.dry_window = 4;
+        CHECK(repeated.sample(dry) == 8);
+        /* XTC leaves the least probable of the probable ones, here the second of two; typical sampling and top-n-sigma the first. */
+        nvfp4::GenerateOptions filtered = options;
+        filtered.biases = {{8, 104.f}, {41, 100.f}};
+        filtered.xtc_probability = 1;
+        filtered.xtc_threshold = 1e-6f;
+        CHECK(repeated.sample(filtered) == 41);
+        filtered.xtc_threshold = 0.5f;
+        CHECK(repeated.sample(filtered) == 8);
+        filtered.xtc_probability = 0;
+        filtered.temperature = 1e4f;
+        filtered.top_n_sigma = 0.01f;
+        CHECK(repeated.sample(filtered) == 8);
+        filtered.top_n_sigma = 0;
+        filtered.typical_p = 0.5f;
+        CHECK(repeated.sample(filtered) == 8);
+    }
+
     /* A processor of the program decides on tokens, and what it throws leaves the call. */
     {
         nvfp4::GenerateOptions processed = options;

@@ -11,8 +11,8 @@ use NVFP4::base::{ErrorKind, Result};
 use NVFP4::engine::Served;
 use NVFP4::model::{Device, KvType, LoadOptions};
 use NVFP4::session::{
-    self, GenerateOptions, LogitAdjustments, Sampler, SamplingOptions, Session, SessionOptions,
-    StepChoice,
+    self, Dry, GenerateOptions, LogitAdjustments, Sampler, SamplingOptions, Session,
+    SessionOptions, StepChoice,
 };
 
 use crate::common::{golden, ragged, recurrent, some_tokens, windows};
@@ -170,6 +170,105 @@ fn adjusted_logits_decide_on_a_gpu_too() {
         next = session::step_choose_with(&mut [&mut a, &mut b], &next, &choices, true).unwrap();
         assert_eq!(next, [want[i], free[i]], "step {i}");
     }
+}
+
+/// Generations with samplers choose as a host does that reads the logits of each token, and go on alone where no sampler is left.
+#[test]
+fn samplers_choose_from_the_logits_of_a_gpu() {
+    let Some(gpu) = gpu() else { return };
+    // Deterministic, so that steps of two have the tokens of generations of one.
+    let options = LoadOptions {
+        deterministic: true,
+        ..LoadOptions::new(Device::Cuda(gpu))
+    };
+    let model = Served::load(&golden("qwen3_tied"), &options).unwrap();
+    let prompt = some_tokens(&model, 20);
+    let new = || prompted(&model, &with_context(200), &prompt);
+    let sampling = SamplingOptions {
+        temperature: 0.9,
+        min_p: 0.001,
+        repetition_penalty: 1.1,
+        seed: Some(5),
+        ..SamplingOptions::default()
+    };
+    let by_hand = |how: &LogitAdjustments, count: usize| {
+        let mut session = new();
+        let mut sampler = Sampler::new(&sampling).unwrap().after(prompt.len());
+        let mut choose = |_| {
+            let token = session.sample_adjusted(&mut sampler, how, None).unwrap();
+            session.decode(token).unwrap();
+            token
+        };
+        (0..count).map(&mut choose).collect::<Vec<u32>>()
+    };
+    let generate = |how: &GenerateOptions| {
+        let mut session = new();
+        let made = session.generate(how, &mut |_| ControlFlow::Continue(()));
+        made.unwrap().tokens
+    };
+    let all = LogitAdjustments {
+        no_repeat_ngram_size: 3,
+        dry: Dry {
+            multiplier: 0.5,
+            allowed_length: 1,
+            ..Dry::default()
+        },
+        repetition_window: 16,
+        top_n_sigma: 2.5,
+        typical_p: 0.95,
+        xtc_probability: 0.5,
+        xtc_threshold: 0.01,
+        ..LogitAdjustments::default()
+    };
+    let want = by_hand(&all, 60);
+    let mut how = GenerateOptions {
+        max_tokens: 60,
+        sampling: sampling.clone(),
+        ignore_model_stops: true,
+        adjustments: all.clone(),
+        ..GenerateOptions::default()
+    };
+    assert_eq!(generate(&how), want);
+    let none = LogitAdjustments::default();
+    let plain = by_hand(&none, 60);
+    assert_ne!(want, plain);
+    // Steps of a session with samplers beside one without.
+    let choices = [&all, &none].map(|adjustments| StepChoice {
+        sampling: &sampling,
+        adjustments,
+        top_log_probabilities: None,
+    });
+    let (mut a, mut b) = (new(), new());
+    let mut next = vec![want[0], plain[0]];
+    for i in 1..60 {
+        next = session::step_choose_with(&mut [&mut a, &mut b], &next, &choices, true).unwrap();
+        assert_eq!(next, [want[i], plain[i]], "step {i}");
+    }
+    // Tokens that end the text are excluded at first; then the device chooses alone.
+    let ends = [plain[2], plain[30]];
+    let excluded = LogitAdjustments {
+        bias: ends.map(|end| (end, f32::NEG_INFINITY)).to_vec(),
+        ..LogitAdjustments::default()
+    };
+    how.stop_tokens = ends.to_vec();
+    how.adjustments = LogitAdjustments {
+        min_tokens: 25,
+        ..none
+    };
+    let least = by_hand(&excluded, 25);
+    let mut session = prompted(&model, &with_context(200), &[&prompt[..], &least].concat());
+    let mut sampler = Sampler::new(&sampling).unwrap();
+    sampler = sampler.after(session.len());
+    let mut want = least;
+    while want.len() < 60 {
+        let token = session.sample(&mut sampler).unwrap();
+        if ends.contains(&token) {
+            break;
+        }
+        session.decode(token).unwrap();
+        want.push(token);
+    }
+    assert_eq!(generate(&how), want);
 }
 
 #[test]

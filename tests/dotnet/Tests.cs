@@ -53,6 +53,7 @@ static partial class Tests
             Run("detokenizers", Detokenizers);
             Run("grammars", Grammars);
             Run("adjustments", Adjustments);
+            Run("samplers", Samplers);
             Run("processors of logits", Processors);
             Run("pools", Pools);
             Run("embeddings", Embeddings);
@@ -780,6 +781,60 @@ static partial class Tests
         {
             chat.Ask("?", new GenerateOptions { ToolCalls = ToolCalls.Required, MaxTokens = 200 });
             Check(chat.ToolCalls.Count == 1 && chat.ToolCalls[0].Name == "weather", chat.Text);
+        }
+    }
+
+    /// Samplers by the definitions that other engines have.
+    static void Samplers()
+    {
+        var plain = new GenerateOptions();
+        Check(plain.MinTokens == 0 && plain.NoRepeatNgramSize == 0 && plain.DryMultiplier == 0 && plain.DryBase == 1.75f && plain.DryAllowedLength == 2);
+        Check(plain.DryWindow == 0 && plain.TopNSigma == 0 && plain.TypicalP == 1 && plain.XtcProbability == 0 && plain.XtcThreshold == 0.1f);
+        GenerateOptions options = Tokens(20);
+        options.StopTokens = new[] { 7 };
+        options.LogitBias = new Dictionary<int, float> { { 7, 1e6f }, { 8, 1e3f }, { 41, 1e3f } };
+        options.MinTokens = 6;
+        options.NoRepeatNgramSize = 2;
+        using (var session = new Session(model))
+        {
+            session.Prefill(new[] { 3, 4 });
+            Same(6L, session.Generate(options).GeneratedTokens);
+            int[] made = session.Tokens;
+            Same(made.Length - 1, made.Zip(made.Skip(1), (a, b) => 1000 * a + b).Distinct().Count());
+            Check(made.Count(token => token == 8) > 1);
+        }
+        int x = model.Tokenizer.Encode("x")[0];
+        using (var session = new Session(model))
+        {
+            session.Prefill(new[] { 9, x, 8, 9, x });
+            options = Tokens(1);
+            options.LogitBias = new Dictionary<int, float> { { 8, 1e3f }, { 41, 1e2f } };
+            options.DryMultiplier = 1e4f;
+            options.DryBase = 1;
+            Same(41, session.Sample(options));
+            options.DrySequenceBreakers = new[] { "y", "x" };
+            Same(8, session.Sample(options));
+            options.DrySequenceBreakers = new string[0];
+            Same(41, session.Sample(options));
+            options.DryWindow = 4;
+            Same(8, session.Sample(options));
+            options.DryWindow = 0;
+            options.DryAllowedLength = 3;
+            Same(8, session.Sample(options));
+            options = Tokens(1);
+            options.LogitBias = new Dictionary<int, float> { { 8, 104 }, { 41, 100 } };
+            options.XtcProbability = 1;
+            options.XtcThreshold = 1e-6f;
+            Same(41, session.Sample(options));
+            options.XtcProbability = 0;
+            options.Temperature = 1e4f;
+            options.TypicalP = 0.5f;
+            Same(8, session.Sample(options));
+            options.TypicalP = 1;
+            options.TopNSigma = 0.01f;
+            Same(8, session.Sample(options));
+            options.TopNSigma = -1;
+            Throws<Nvfp4ArgumentException>(() => session.Sample(options), "top_n_sigma is -1");
         }
     }
 

@@ -82,6 +82,14 @@ test "pipes of models and conversations" (fun () ->
     let bytes = Model.encode model "語"
     let lead = bytes.[0]
     let adjusted = few |> Generate.logitBias [ lead, 1e6f ] |> Generate.badWords [ [ lead; lead ] ] |> Generate.presencePenalty 0.5f
+    let sampled =
+        few |> Generate.minTokens 6 |> Generate.noRepeatNgramSize 3 |> Generate.dryMultiplier 0.8f |> Generate.dryBase 2.0f
+        |> Generate.dryAllowedLength 3 |> Generate.dryWindow 64 |> Generate.drySequenceBreakers [ "\n" ] |> Generate.topNSigma 3.0f
+        |> Generate.typicalP 0.9f |> Generate.xtc 0.5f 0.2f
+    same (6L, 3L, 3L, 64L) (sampled.MinTokens, sampled.NoRepeatNgramSize, sampled.DryAllowedLength, sampled.DryWindow)
+    same (0.8f, 2.0f, 3.0f) (sampled.DryMultiplier, sampled.DryBase, sampled.TopNSigma)
+    same (0.9f, 0.5f, 0.2f) (sampled.TypicalP, sampled.XtcProbability, sampled.XtcThreshold)
+    same [ "\n" ] (List.ofSeq sampled.DrySequenceBreakers)
     let tokens = ResizeArray()
     let note (piece: TokenEvent) =
         if piece.Kind = TokenEventKind.Token then tokens.Add piece.Token

@@ -228,6 +228,8 @@ class Types(unittest.TestCase):
     def test_options(self):
         for struct, fields in ((name, [field for field, *_ in getattr(native, name)._fields_]) for name in native.CHOSEN):
             expected = {field for field in fields if field not in self.OTHERS and not re.search("^(stop_|logit_bias)|_(length|lengths|count)$", field)}
+            # Other lengths belong to a pointer.
+            expected.update(field for field in fields if field == "dry_allowed_length")
             if struct == "WeightOptions":
                 expected.discard("scale_layout")  # A Quantized says it.
             # Trainers have a parameter for it.
@@ -1777,6 +1779,44 @@ class Conversations(unittest.TestCase):
         made = fork.tokens[-20:]
         self.assertNotEqual(made, came)
         self.assertNotIn(tuple(came[2:4]), list(zip(made, made[1:])))
+
+    def test_samplers(self):
+        session = self.model.session()
+        session.prefill([3, 4])
+        how = {"ignore_model_stops": True, "logit_bias": {7: 1e6, 8: 1e3, 41: 1e3}, "stop": [7], "max_tokens": 20}
+        self.assertEqual(session.generate(min_tokens=6, no_repeat_ngram_size=2, **how).generated_tokens, 6)
+        made = session.tokens
+        self.assertEqual(len(set(zip(made, made[1:]))), len(made) - 1)
+        self.assertGreater(made.count(8), 1)
+        # A repetition of two tokens, of which one may be a breaker.
+        [x] = self.model.tokenizer.encode("x", add_special=False)
+        session = self.model.session()
+        session.prefill([9, x, 8, 9, x])
+        how = {"logit_bias": {8: 1e3, 41: 1e2}, "dry_multiplier": 1e4}
+        for token, more in ((41, {}), (8, {"dry_sequence_breakers": ["y", "x"]}), (8, {"dry_sequence_breakers": b"x"}),
+                            (41, {"dry_sequence_breakers": []}), (8, {"dry_allowed_length": 3}), (8, {"dry_window": 4}),
+                            (41, {"dry_base": 1.0, "dry_allowed_length": 1}), (8, {"dry_multiplier": 0.0})):
+            with self.subTest(**more):
+                self.assertEqual(session.sample(**{**how, **more}), token)
+        how = {"logit_bias": {8: 104.0, 41: 100.0}}
+        for token, more in ((8, {}), (41, {"xtc_probability": 1.0, "xtc_threshold": 1e-6}), (8, {"xtc_probability": 1.0, "xtc_threshold": 0.5}),
+                            (8, {"temperature": 1e4, "typical_p": 0.5})):
+            with self.subTest(**more):
+                self.assertEqual(session.sample(**how, **more), token)
+        self.assertEqual(session.sample(logit_bias={8: 1e6}, temperature=1e9, top_n_sigma=0.5), 8)
+        # A seed repeats the choices without the top.
+        texts = []
+        for seed in (1, 1, 2):
+            fork = session.fork()
+            fork.generate(xtc_probability=0.5, xtc_threshold=0.001, max_tokens=12, seed=seed, ignore_model_stops=True)
+            texts.append(fork.tokens)
+        self.assertEqual(texts[0], texts[1])
+        self.assertNotEqual(texts[0], texts[2])
+        for option, value in (("typical_p", 2.0), ("top_n_sigma", math.nan), ("dry_base", 0.5), ("dry_allowed_length", 0), ("xtc_threshold", -1.0)):
+            self.assertRaisesRegex(nvfp4.InvalidArgument, f"{option} is ", session.generate, **{option: value})
+        self.assertRaisesRegex(nvfp4.InvalidArgument, "min_tokens is 3 and max_tokens 2", session.generate, min_tokens=3, max_tokens=2)
+        with self.assertRaisesRegex(TypeError, "dry_sequence_breaker_count"):
+            session.generate(dry_sequence_breaker_count=3)
 
     def test_embeddings(self):
         folder = os.path.join(ROOT, "tests", "golden", "embedding", "qwen3")

@@ -96,6 +96,7 @@ def sessions() -> None:
 
     model.chat(chat_template="{{ messages }}").say("a", chat_template=b"{{ tools }}")
     nvfp4.Model("model", device=0)  # type: ignore[arg-type]
+    session.generate(dry_multiplier=0.8, dry_allowed_length=3, dry_sequence_breakers=["a", b"b"], min_tokens=3, typical_p=0.9)
     session.generate(logit_bias={3: -1.5}, bad_words=[[1, 2], (3,)], presence_penalty=0.5, frequency_penalty=0.5)
     assert_type(session.score([[1, 2], (3,)])[0].total, float)
     assert_type(model.log_probabilities("a", after=[1]), List[float])
@@ -106,6 +107,7 @@ def sessions() -> None:
     model.hidden_states(["a"], pooling="mean")  # type: ignore[call-arg]
     session.generate(logits_processor=once)
     session.generate(logits_processor=3)  # type: ignore[arg-type]
+    session.generate(dry_sequence_breakers=[1])  # type: ignore[list-item]
     session.generate(bad_words=["a"])  # type: ignore[list-item]
     session.generate(grammar="a")  # type: ignore[arg-type]
     session.generate(draft_model="a")  # type: ignore[arg-type]

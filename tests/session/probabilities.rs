@@ -35,7 +35,7 @@ fn adjustments(model: &Served, seed: u32) -> LogitAdjustments {
             .chain([vec![token(3)], vec![token(1), token(2), token(4)]])
             .collect(),
         repetition_window: 2 * seed as usize,
-        processor: None,
+        ..LogitAdjustments::default()
     }
 }
 
@@ -298,7 +298,7 @@ fn wrong_adjustments_are_refused_before_a_generation() {
     let model = load("qwen3_tied");
     let mut session = filled(&model, 5);
     type Change = fn(&mut LogitAdjustments);
-    let wrong: [(Change, &str); 5] = [
+    let wrong: [(Change, &str); 7] = [
         (
             |a| a.bias = vec![(320, 0.0)],
             "logit bias 0 is of token 320; the vocabulary has 320",
@@ -316,6 +316,8 @@ fn wrong_adjustments_are_refused_before_a_generation() {
             |a| a.frequency_penalty = f32::NAN,
             "frequency_penalty is NaN",
         ),
+        (|a| a.dry.base = 0.5, "dry_base is 0.5"),
+        (|a| a.typical_p = 1.5, "typical_p is 1.5"),
     ];
     for (change, expected) in wrong {
         let mut how = drawn(5);

@@ -211,6 +211,39 @@ module Generate =
     /// Token sequences that are not completed.
     let badWords (words: int seq seq) = changed (fun o -> o.BadWords <- words)
 
+    /// New tokens before which none ends the text.
+    let minTokens count = changed (fun o -> o.MinTokens <- int64 (count: int))
+
+    /// Excludes tokens that would complete a sequence of this many tokens that the session has already; 0 for none.
+    let noRepeatNgramSize size = changed (fun o -> o.NoRepeatNgramSize <- int64 (size: int))
+
+    /// Strength of the DRY penalty of tokens that would extend a repetition.
+    let dryMultiplier value = changed (fun o -> o.DryMultiplier <- value)
+
+    /// Growth of the DRY penalty with each token of the repetition.
+    let dryBase value = changed (fun o -> o.DryBase <- value)
+
+    /// Length of the shortest repetition with a DRY penalty.
+    let dryAllowedLength length = changed (fun o -> o.DryAllowedLength <- int64 (length: int))
+
+    /// Tokens at the end of the session in which DRY finds repetitions; 0 for all.
+    let dryWindow size = changed (fun o -> o.DryWindow <- int64 (size: int))
+
+    /// Strings that no repetition of DRY contains.
+    let drySequenceBreakers (texts: string seq) = changed (fun o -> o.DrySequenceBreakers <- texts)
+
+    /// Excludes tokens whose logit is more than this many standard deviations below the largest.
+    let topNSigma value = changed (fun o -> o.TopNSigma <- value)
+
+    /// Keeps the most typical tokens that together reach this probability.
+    let typicalP value = changed (fun o -> o.TypicalP <- value)
+
+    /// Excludes, with this probability, the tokens that have at least the threshold's, but for the least probable of them (XTC).
+    let xtc probability threshold =
+        changed (fun o ->
+            o.XtcProbability <- probability
+            o.XtcThreshold <- threshold)
+
     /// Drafts up to so many tokens a step, where the last tokens have occurred before: those that followed there.
     let promptLookup value = changed (fun o -> o.PromptLookup <- value)
 

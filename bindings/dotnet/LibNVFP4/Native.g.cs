@@ -628,6 +628,39 @@ namespace LibNVFP4
         // Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far as they reach.
         // A generation with a window drafts nothing. Default: 0, all tokens of the session.
         internal UIntPtr RepetitionWindow;
+        // New tokens before which those that end the text, the model's and `stop_tokens`, are not chosen, and stop strings are not looked
+        // for. At most `max_tokens`. A grammar that allows nothing else ends the text all the same. Default: 0.
+        internal UIntPtr MinTokens;
+        // Tokens that would complete a sequence of this many tokens that the session has already, prompt included, are excluded. Default:
+        // 0, none.
+        internal UIntPtr NoRepeatNgramSize;
+        // Strength of the DRY penalty, such as 0.8: where the session's last tokens have occurred before, the token that followed there
+        // loses `dry_multiplier * dry_base^(n - dry_allowed_length)`, with the length n of the longest such repetition in tokens. Default:
+        // 0, off.
+        internal float DryMultiplier;
+        // At least 1. Default: 1.75.
+        internal float DryBase;
+        // Length of the shortest repetition with a penalty, at least 1. Default: 2.
+        internal UIntPtr DryAllowedLength;
+        // Tokens at the end of the session in which repetitions are found. Default: 0, all tokens of the session.
+        internal UIntPtr DryWindow;
+        // Strings, in UTF-8, that no repetition contains: one begins after the last of them. A token whose own text contains one has no
+        // penalty. The text of a special token is its name. They need the model's tokenizer.
+        internal byte** DrySequenceBreakers;
+        // Bytes of each of `dry_sequence_breakers`.
+        internal UIntPtr* DrySequenceBreakerLengths;
+        // Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which stands for the
+        // four strings newline, colon, quotation mark and asterisk.
+        internal UIntPtr DrySequenceBreakerCount;
+        // Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.
+        internal float TopNSigma;
+        // Keeps the tokens whose surprise is nearest to the entropy, as many as reach this probability together (locally typical sampling).
+        // Default: 1, all.
+        internal float TypicalP;
+        // Probability with which a choice excludes the most probable tokens (XTC); `seed` decides on it as on draws. Default: 0, never.
+        internal float XtcProbability;
+        // Tokens with at least this probability are then excluded, but for the least probable of them. Default: 0.1.
+        internal float XtcThreshold;
     }
 
     // A token or a piece of text of a generation. Later versions may add fields at the end: a field exists if `struct_size` includes it.

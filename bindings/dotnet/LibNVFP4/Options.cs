@@ -400,6 +400,39 @@ namespace LibNVFP4
         /// <summary>Tokens at the end of the session that <see cref="RepetitionPenalty"/> counts, such as 64; the prompt's are among them as far as they reach. Default: 0, all tokens of the session.</summary>
         public long RepetitionWindow { get => Interop.Long(Raw.RepetitionWindow); set => Raw.RepetitionWindow = Interop.Size(value); }
 
+        /// <summary>New tokens before which those that end the text, the model's and <see cref="StopTokens"/>, are not chosen, and stop strings are not looked for; at most <see cref="MaxTokens"/>. A grammar that allows nothing else ends the text all the same. Default: 0.</summary>
+        public long MinTokens { get => Interop.Long(Raw.MinTokens); set => Raw.MinTokens = Interop.Size(value); }
+
+        /// <summary>Tokens that would complete a sequence of this many tokens that the session has already, prompt included, are excluded. Default: 0, none.</summary>
+        public long NoRepeatNgramSize { get => Interop.Long(Raw.NoRepeatNgramSize); set => Raw.NoRepeatNgramSize = Interop.Size(value); }
+
+        /// <summary>Strength of the DRY penalty, such as 0.8: where the session's last tokens have occurred before, the token that followed there loses <c>DryMultiplier * DryBase^(n - DryAllowedLength)</c>, with the length n of the longest such repetition in tokens. Default: 0, off.</summary>
+        public float DryMultiplier { get => Raw.DryMultiplier; set => Raw.DryMultiplier = value; }
+
+        /// <summary>Growth of the DRY penalty with each token of the repetition, at least 1. Default: 1.75.</summary>
+        public float DryBase { get => Raw.DryBase; set => Raw.DryBase = value; }
+
+        /// <summary>Length of the shortest repetition with a DRY penalty, at least 1. Default: 2.</summary>
+        public long DryAllowedLength { get => Interop.Long(Raw.DryAllowedLength); set => Raw.DryAllowedLength = Interop.Size(value); }
+
+        /// <summary>Tokens at the end of the session in which DRY finds repetitions. Default: 0, all tokens of the session.</summary>
+        public long DryWindow { get => Interop.Long(Raw.DryWindow); set => Raw.DryWindow = Interop.Size(value); }
+
+        /// <summary>Strings that no repetition of DRY contains: one begins after the last of them. A token whose own text contains one has no penalty. Default: null, which stands for newline, colon, quotation mark and asterisk.</summary>
+        public IEnumerable<string> DrySequenceBreakers { get; set; }
+
+        /// <summary>Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.</summary>
+        public float TopNSigma { get => Raw.TopNSigma; set => Raw.TopNSigma = value; }
+
+        /// <summary>Keeps the tokens whose surprise is nearest to the entropy, as many as reach this probability together (locally typical sampling). Default: 1, all.</summary>
+        public float TypicalP { get => Raw.TypicalP; set => Raw.TypicalP = value; }
+
+        /// <summary>Probability with which a choice excludes the most probable tokens (XTC); <see cref="Seed"/> decides on it as on draws. Default: 0, never.</summary>
+        public float XtcProbability { get => Raw.XtcProbability; set => Raw.XtcProbability = value; }
+
+        /// <summary>Tokens with at least this probability are excluded by XTC, but for the least probable of them. Default: 0.1.</summary>
+        public float XtcThreshold { get => Raw.XtcThreshold; set => Raw.XtcThreshold = value; }
+
         /// <summary>The most tokens to generate. With 0 a prompt is run and nothing is generated. Default: as many as fit in the context.</summary>
         public long MaxTokens { get => Interop.Long(Raw.MaxTokens); set => Raw.MaxTokens = Interop.Size(value); }
 

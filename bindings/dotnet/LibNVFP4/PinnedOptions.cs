@@ -135,17 +135,14 @@ namespace LibNVFP4
                 }
                 if (options.StopStrings != null)
                 {
-                    var texts = new List<IntPtr>();
-                    var lengths = new List<UIntPtr>();
-                    foreach (string text in options.StopStrings)
-                    {
-                        byte[] bytes = Interop.Utf8(text, nameof(options.StopStrings));
-                        texts.Add(Pin(bytes));
-                        lengths.Add(Interop.Size(bytes.Length));
-                    }
-                    Raw.StopStrings = (byte**)Pin(texts.ToArray());
-                    Raw.StopStringLengths = (UIntPtr*)Pin(lengths.ToArray());
-                    Raw.StopStringCount = Interop.Size(texts.Count);
+                    Raw.StopStrings = (byte**)Pin(options.StopStrings, nameof(options.StopStrings), out IntPtr lengths, out Raw.StopStringCount);
+                    Raw.StopStringLengths = (UIntPtr*)lengths;
+                }
+                if (options.DrySequenceBreakers != null)
+                {
+                    Raw.DrySequenceBreakers = (byte**)Pin(options.DrySequenceBreakers, nameof(options.DrySequenceBreakers),
+                        out IntPtr lengths, out Raw.DrySequenceBreakerCount);
+                    Raw.DrySequenceBreakerLengths = (UIntPtr*)lengths;
                 }
                 if (options.LogitBias != null)
                 {
@@ -186,6 +183,22 @@ namespace LibNVFP4
                 Dispose();
                 throw;
             }
+        }
+
+        /// Texts in UTF-8, with the length of each.
+        IntPtr Pin(IEnumerable<string> values, string name, out IntPtr lengths, out UIntPtr count)
+        {
+            var texts = new List<IntPtr>();
+            var sizes = new List<UIntPtr>();
+            foreach (string text in values)
+            {
+                byte[] bytes = Interop.Utf8(text, name);
+                texts.Add(Pin(bytes));
+                sizes.Add(Interop.Size(bytes.Length));
+            }
+            lengths = Pin(sizes.ToArray());
+            count = Interop.Size(texts.Count);
+            return Pin(texts.ToArray());
         }
 
         /// After the call: throws what its processor of logits threw.

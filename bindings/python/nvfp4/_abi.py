@@ -1148,6 +1148,27 @@ class GenerateOptions(Structure):
       without drafts and logs a warning; another fault of the draft model is that of the generation. Default: NULL, none.
     - `repetition_window`: Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far
       as they reach. A generation with a window drafts nothing. Default: 0, all tokens of the session.
+    - `min_tokens`: New tokens before which those that end the text, the model's and `stop_tokens`, are not chosen, and stop strings are not
+      looked for. At most `max_tokens`. A grammar that allows nothing else ends the text all the same. Default: 0.
+    - `no_repeat_ngram_size`: Tokens that would complete a sequence of this many tokens that the session has already, prompt included, are
+      excluded. Default: 0, none.
+    - `dry_multiplier`: Strength of the DRY penalty, such as 0.8: where the session's last tokens have occurred before, the token that
+      followed there loses `dry_multiplier * dry_base^(n - dry_allowed_length)`, with the length n of the longest such repetition in tokens.
+      Default: 0, off.
+    - `dry_base`: At least 1. Default: 1.75.
+    - `dry_allowed_length`: Length of the shortest repetition with a penalty, at least 1. Default: 2.
+    - `dry_window`: Tokens at the end of the session in which repetitions are found. Default: 0, all tokens of the session.
+    - `dry_sequence_breakers`: Strings, in UTF-8, that no repetition contains: one begins after the last of them. A token whose own text
+      contains one has no penalty. The text of a special token is its name. They need the model's tokenizer.
+    - `dry_sequence_breaker_lengths`: Bytes of each of `dry_sequence_breakers`.
+    - `dry_sequence_breaker_count`: Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default:
+      SIZE_MAX, which stands for the four strings newline, colon, quotation mark and asterisk.
+    - `top_n_sigma`: Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.
+    - `typical_p`: Keeps the tokens whose surprise is nearest to the entropy, as many as reach this probability together (locally typical
+      sampling). Default: 1, all.
+    - `xtc_probability`: Probability with which a choice excludes the most probable tokens (XTC); `seed` decides on it as on draws. Default:
+      0, never.
+    - `xtc_threshold`: Tokens with at least this probability are then excluded, but for the least probable of them. Default: 0.1.
     """
 
     _fields_ = [
@@ -1185,6 +1206,19 @@ class GenerateOptions(Structure):
         ("logits_user", c_void_p),
         ("draft_model", c_void_p),
         ("repetition_window", c_size_t),
+        ("min_tokens", c_size_t),
+        ("no_repeat_ngram_size", c_size_t),
+        ("dry_multiplier", c_float),
+        ("dry_base", c_float),
+        ("dry_allowed_length", c_size_t),
+        ("dry_window", c_size_t),
+        ("dry_sequence_breakers", c_void_p),
+        ("dry_sequence_breaker_lengths", c_void_p),
+        ("dry_sequence_breaker_count", c_size_t),
+        ("top_n_sigma", c_float),
+        ("typical_p", c_float),
+        ("xtc_probability", c_float),
+        ("xtc_threshold", c_float),
     ]
 
 

@@ -265,6 +265,30 @@ class GenerateOptions(TypedDict, total=False):
     # Tokens at the end of the session that `repetition_penalty` counts, such as 64; the prompt's are among them as far as they reach. A
     # generation with a window drafts nothing. Default: 0, all tokens of the session.
     repetition_window: Optional[int]
+    # New tokens before which those that end the text, the model's and `stop_tokens`, are not chosen, and stop strings are not looked for.
+    # At most `max_tokens`. A grammar that allows nothing else ends the text all the same. Default: 0.
+    min_tokens: Optional[int]
+    # Tokens that would complete a sequence of this many tokens that the session has already, prompt included, are excluded. Default: 0,
+    # none.
+    no_repeat_ngram_size: Optional[int]
+    # Strength of the DRY penalty, such as 0.8: where the session's last tokens have occurred before, the token that followed there loses
+    # `dry_multiplier * dry_base^(n - dry_allowed_length)`, with the length n of the longest such repetition in tokens. Default: 0, off.
+    dry_multiplier: Optional[float]
+    # At least 1. Default: 1.75.
+    dry_base: Optional[float]
+    # Length of the shortest repetition with a penalty, at least 1. Default: 2.
+    dry_allowed_length: Optional[int]
+    # Tokens at the end of the session in which repetitions are found. Default: 0, all tokens of the session.
+    dry_window: Optional[int]
+    # Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.
+    top_n_sigma: Optional[float]
+    # Keeps the tokens whose surprise is nearest to the entropy, as many as reach this probability together (locally typical sampling).
+    # Default: 1, all.
+    typical_p: Optional[float]
+    # Probability with which a choice excludes the most probable tokens (XTC); `seed` decides on it as on draws. Default: 0, never.
+    xtc_probability: Optional[float]
+    # Tokens with at least this probability are then excluded, but for the least probable of them. Default: 0.1.
+    xtc_threshold: Optional[float]
 
 
 class ChatOptions(TypedDict, total=False):

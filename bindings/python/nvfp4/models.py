@@ -501,8 +501,11 @@ class Session(Handle):
     drafts at most where the last tokens have occurred before; none unless told), draft_model (a smaller Model with the same tokenizer that
     guesses tokens), grammar (a Grammar that the text fits, in a chat the answer), tool_calls (of a chat: held to the schemas of its tools, required, or free, the default), logit_bias (a
     dictionary from tokens to what their logits get; -math.inf excludes a token), presence_penalty, frequency_penalty, bad_words (sequences
-    of tokens that are not completed, such as model.tokenizer.encode(" word", False, special=False)), logits_processor (a function that changes
-    the logits of each choice).
+    of tokens that are not completed, such as model.tokenizer.encode(" word", False, special=False)), no_repeat_ngram_size (sequences of so
+    many tokens occur once), min_tokens (new tokens before which none ends the text), dry_multiplier (strength of the DRY penalty of tokens
+    that would extend a repetition; with dry_base, dry_allowed_length, dry_window, and dry_sequence_breakers, strings that no repetition
+    contains), top_n_sigma, typical_p, xtc_probability with xtc_threshold, logits_processor (a function that changes the logits of each
+    choice).
 
     A logits_processor is called with a writable memoryview of the logits, floats that numpy.frombuffer() takes without a copy; a
     memoryview of the tokens that the generation has so far; and the index of the session in step_sample(). Both views are gone when it

@@ -253,15 +253,20 @@ _COMPOSED = {"device": ("device_type", "device_index"), "stop": ("stop_tokens", 
 _TEXTS = ("backend", "system", "variables", "tools", "config", "separator", "teacher", "chat_template")
 _PROMPTS = ("prompt", "prompt_name")
 _OBJECTS = ("adapter", "draft_model", "grammar", "pool")
-_POINTERS = (*_TEXTS, *_PROMPTS, *_OBJECTS, "bad_words", "files", "logits_processor")
+_POINTERS = (*_TEXTS, *_PROMPTS, *_OBJECTS, "bad_words", "dry_sequence_breakers", "files", "logits_processor")
 
 
 def _option_names(kinds: Mapping[str, Any]) -> List[str]:
     """The names of options of a struct with these fields."""
     composed = [name for name, fields in _COMPOSED.items() if fields[0] in kinds]
     hidden = {"struct_size", "reserved", "reserved2"}.union(*(_COMPOSED[name] for name in composed))
-    single = [name for name, kind in kinds.items() if (kind is not ctypes.c_void_p or name in _POINTERS) and name not in hidden
-              and not name.endswith(("_length", "_count"))]
+    pointers = [name for name, kind in kinds.items() if kind is ctypes.c_void_p]
+    # Lengths and counts belong to pointers.
+    for name in kinds:
+        array = re.fullmatch("(.+)_(length|count)", name)
+        if array and any(pointer.startswith(array[1]) for pointer in pointers):
+            hidden.add(name)
+    single = [name for name, kind in kinds.items() if (kind is not ctypes.c_void_p or name in _POINTERS) and name not in hidden]
     return single + composed
 
 
@@ -286,6 +291,10 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
         setattr(out, field, ctypes.addressof(array))
         setattr(out, count, len(array))
 
+    def point_strings(one: str, strings: List[bytes]) -> None:
+        point(one + "s", one + "_count", (ctypes.c_char_p * len(strings))(*strings))
+        point(one + "_lengths", one + "_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
+
     for field, value in told(values).items():
         if field == "device":
             out.device_type, out.device_index = device(value)
@@ -294,8 +303,10 @@ def options(struct: Type[_Struct], values: Mapping[str, Any]) -> _Struct:
             strings = [text_in(stop)[0] for stop in value if isinstance(stop, (str, bytes, bytearray))]
             tokens = [stop for stop in value if not isinstance(stop, (str, bytes, bytearray))]
             point("stop_tokens", "stop_token_count", numbers(ctypes.c_int32, tokens))
-            point("stop_strings", "stop_string_count", (ctypes.c_char_p * len(strings))(*strings))
-            point("stop_string_lengths", "stop_string_count", (ctypes.c_size_t * len(strings))(*map(len, strings)))
+            point_strings("stop_string", strings)
+        elif field == "dry_sequence_breakers":
+            value = [value] if isinstance(value, (str, bytes, bytearray)) else list(value)
+            point_strings("dry_sequence_breaker", [text_in(breaker)[0] for breaker in value])
         elif field == "files":
             for name, array in zip(("files", "file_lengths"), paths_in(value)):
                 point(name, "file_count", array)

@@ -76,6 +76,7 @@ class GenerationOptions(_types.GenerateOptions, total=False):
     draft_model: Optional["Model"]
     logit_bias: Optional[Mapping[int, float]]
     bad_words: Optional[Sequence[Sequence[int]]]
+    dry_sequence_breakers: Optional[Union[Text, Sequence[Text]]]
     logits_processor: Optional[LogitsProcessor]
 
 
