@@ -1482,8 +1482,8 @@ typedef struct NVFP4_GenerateOptions {
     /** Bytes of each of `dry_sequence_breakers`. */
     const size_t *dry_sequence_breaker_lengths;
     /**
-     * Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which stands for the four
-     * strings newline, colon, quotation mark and asterisk.
+     * Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which with NULL stands for
+     * the four strings newline, colon, quotation mark and asterisk.
      */
     size_t dry_sequence_breaker_count;
     /** Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off. */

@@ -375,8 +375,8 @@ pub struct NVFP4_GenerateOptions {
     pub dry_sequence_breakers: *const *const c_char,
     /// Bytes of each of `dry_sequence_breakers`.
     pub dry_sequence_breaker_lengths: *const usize,
-    /// Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which stands for the four
-    /// strings newline, colon, quotation mark and asterisk.
+    /// Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which with NULL stands for
+    /// the four strings newline, colon, quotation mark and asterisk.
     pub dry_sequence_breaker_count: usize,
     /// Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.
     pub top_n_sigma: f32,
@@ -555,7 +555,7 @@ impl NVFP4_GenerateOptions {
     /// # Safety
     /// The array and its strings must be readable.
     unsafe fn dry_sequence_breakers(&self) -> Result<Vec<String>> {
-        if self.dry_sequence_breaker_count == usize::MAX {
+        if self.dry_sequence_breakers.is_null() && self.dry_sequence_breaker_count == usize::MAX {
             return Ok(Dry::default().sequence_breakers);
         }
         let strings = ("dry_sequence_breakers", self.dry_sequence_breakers);

@@ -573,7 +573,8 @@ mod tests {
         // (1 + 4 - 1) / 2 - 1.5 for token 0.
         let want = [0.5, 0.5, 1.0, 1.0, NEVER, NEVER, 1.0, 1.0];
         assert_eq!(*seen.lock().unwrap(), want);
-        let filters: [&dyn Fn(&mut [f32]); 3] = [
+        type Filter<'a> = &'a dyn Fn(&mut [f32]);
+        let filters: [Filter<'_>; 3] = [
             &|logits| top_n_sigma(logits, how.top_n_sigma),
             &|logits| Softmax::default().typical(logits, 0.7).unwrap(),
             &|logits| Softmax::default().xtc(logits, (1.0, 0.2), &choice).unwrap(),

@@ -1254,6 +1254,11 @@ static void samplers(NVFP4_Model *model)
         BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);
     }
     OK(NVFP4_generate_options_init(&how, sizeof how));
+    how.dry_sequence_breakers = breakers;
+    how.dry_sequence_breaker_lengths = lengths;
+    BAD(invalid, NVFP4_session_generate, session, &how, NULL, NULL, NULL);
+    SAYS("dry_sequence_breakers");
+    OK(NVFP4_generate_options_init(&how, sizeof how));
     how.min_tokens = 3;
     BAD(invalid, NVFP4_session_sample, session, &how, &token);
     BAD(invalid, NVFP4_session_step_sample, &session, &token, 1, &each, NULL, &token, NULL);

@@ -649,8 +649,8 @@ namespace LibNVFP4
         internal byte** DrySequenceBreakers;
         // Bytes of each of `dry_sequence_breakers`.
         internal UIntPtr* DrySequenceBreakerLengths;
-        // Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which stands for the
-        // four strings newline, colon, quotation mark and asterisk.
+        // Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default: SIZE_MAX, which with NULL stands
+        // for the four strings newline, colon, quotation mark and asterisk.
         internal UIntPtr DrySequenceBreakerCount;
         // Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.
         internal float TopNSigma;

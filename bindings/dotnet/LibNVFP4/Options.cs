@@ -361,7 +361,7 @@ namespace LibNVFP4
         public IEnumerable<IEnumerable<int>> BadWords { get; set; }
 
         /// <summary>
-        /// The program's own change of the logits before each choice: after penalties, biases and bad words, and before temperature and filters.
+        /// The program's own change of the logits before each choice: after penalties, biases and exclusions, and before filters and temperature.
         /// Tokens that a grammar excludes are negative infinity, and stay excluded. It runs on the thread that generates: the caller's, or in a
         /// <see cref="Queue"/> one of the library's. What it throws ends the generation and is thrown from its call. NaN, positive infinity, or no finite
         /// logit left are an <see cref="Nvfp4ArgumentException"/>; the session then keeps the tokens before that. Default: null, none.

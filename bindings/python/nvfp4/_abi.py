@@ -1162,7 +1162,7 @@ class GenerateOptions(Structure):
       contains one has no penalty. The text of a special token is its name. They need the model's tokenizer.
     - `dry_sequence_breaker_lengths`: Bytes of each of `dry_sequence_breakers`.
     - `dry_sequence_breaker_count`: Elements of `dry_sequence_breakers` and of `dry_sequence_breaker_lengths`; 0 for none. Default:
-      SIZE_MAX, which stands for the four strings newline, colon, quotation mark and asterisk.
+      SIZE_MAX, which with NULL stands for the four strings newline, colon, quotation mark and asterisk.
     - `top_n_sigma`: Excludes tokens whose logit is more than this many standard deviations below the largest. Default: 0, off.
     - `typical_p`: Keeps the tokens whose surprise is nearest to the entropy, as many as reach this probability together (locally typical
       sampling). Default: 1, all.
