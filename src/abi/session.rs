@@ -554,16 +554,16 @@ impl NVFP4_GenerateOptions {
 
     /// # Safety
     /// The array and its strings must be readable.
-    unsafe fn dry_sequence_breakers(&self) -> Result<Vec<String>> {
+    unsafe fn dry_sequence_breakers(&self) -> Result<Option<Vec<String>>> {
         if self.dry_sequence_breakers.is_null() && self.dry_sequence_breaker_count == usize::MAX {
-            return Ok(Dry::default().sequence_breakers);
+            return Ok(None);
         }
         let strings = ("dry_sequence_breakers", self.dry_sequence_breakers);
         let lengths = self.dry_sequence_breaker_lengths;
         let lengths = ("dry_sequence_breaker_lengths", lengths);
         let count = self.dry_sequence_breaker_count;
         // SAFETY: promised by the caller.
-        unsafe { texts("a dry sequence breaker", strings, lengths, count) }
+        unsafe { texts("a dry sequence breaker", strings, lengths, count) }.map(Some)
     }
 
     /// The host's processor of the logits of the session at `index` of a call.

@@ -115,9 +115,9 @@ impl AdjustmentArgs {
                 allowed_length: self.dry_allowed_length.unwrap_or(own.dry.allowed_length),
                 window: self.dry_window,
                 sequence_breakers: match &self.dry_sequence_breaker[..] {
-                    [] => own.dry.sequence_breakers,
-                    [none] if none == "none" => Vec::new(),
-                    breakers => breakers.to_vec(),
+                    [] => None,
+                    [none] if none == "none" => Some(Vec::new()),
+                    breakers => Some(breakers.to_vec()),
                 },
             },
             top_n_sigma: self.top_n_sigma,

@@ -227,7 +227,7 @@ impl<'a> Adjuster<'a> {
         model: &Served,
     ) -> Result<Option<Self>> {
         let dry = &adjustments.dry;
-        let tokenizer = match dry.is_off() || dry.sequence_breakers.is_empty() {
+        let tokenizer = match dry.is_off() || dry.breakers().next().is_none() {
             true => None,
             false => {
                 let tokenizer = model.tokenizer();
@@ -548,7 +548,7 @@ mod tests {
             bad_words: vec![vec![4]],
             dry: Dry {
                 multiplier: 1.5,
-                sequence_breakers: Vec::new(),
+                sequence_breakers: Some(Vec::new()),
                 ..Dry::default()
             },
             processor: Some(watching(&seen, &written)),
@@ -686,7 +686,7 @@ mod tests {
         adjustments.dry.allowed_length = 0;
         refused(&adjustments, "dry_allowed_length is 0");
         adjustments.dry = Dry {
-            sequence_breakers: vec!["a".to_owned(), String::new()],
+            sequence_breakers: Some(vec!["a".to_owned(), String::new()]),
             ..Dry::default()
         };
         refused(&adjustments, "dry sequence breaker 1 is empty");

@@ -20,9 +20,12 @@ pub struct Dry {
     /// Tokens at the session's end in which repetitions are found; 0 for all.
     pub window: usize,
     /// Strings that no repetition contains: one begins after the last of them. A token whose own text contains one has no penalty. The text
-    /// of a special token is its name.
-    pub sequence_breakers: Vec<String>,
+    /// of a special token is its name. `None` stands for newline, colon, quotation mark and asterisk.
+    pub sequence_breakers: Option<Vec<String>>,
 }
+
+/// Breakers by default.
+const BREAKERS: [&str; 4] = ["\n", ":", "\"", "*"];
 
 impl Default for Dry {
     fn default() -> Self {
@@ -31,7 +34,7 @@ impl Default for Dry {
             base: 1.75,
             allowed_length: 2,
             window: 0,
-            sequence_breakers: ["\n", ":", "\"", "*"].map(String::from).to_vec(),
+            sequence_breakers: None,
         }
     }
 }
@@ -40,6 +43,15 @@ impl Dry {
     /// Whether it changes nothing.
     pub(super) fn is_off(&self) -> bool {
         self.multiplier == 0.0
+    }
+
+    /// Strings that no repetition contains.
+    pub(super) fn breakers(&self) -> impl Iterator<Item = &str> {
+        let (given, own) = match &self.sequence_breakers {
+            Some(given) => (&given[..], &[][..]),
+            None => (&[][..], &BREAKERS[..]),
+        };
+        given.iter().map(String::as_str).chain(own.iter().copied())
     }
 
     /// Fails for values that describe no penalty.
@@ -63,7 +75,7 @@ impl Dry {
                 "dry_allowed_length is 0; it must be at least 1"
             );
         }
-        if let Some(i) = self.sequence_breakers.iter().position(String::is_empty) {
+        if let Some(i) = self.breakers().position(str::is_empty) {
             bail!(
                 InvalidArgument,
                 "dry sequence breaker {i} is empty, which every text contains"
@@ -113,8 +125,9 @@ impl Dry {
 
     /// Number of tokens at the end, at most `most`, that follow the last breaker in the text of `tokens`.
     fn unbroken<'t>(&self, tokens: &[u32], most: usize, text: impl Fn(u32) -> &'t [u8]) -> usize {
-        let longest = self.sequence_breakers.iter().map(String::len).max();
-        let Some(longest) = longest else { return most };
+        let Some(longest) = self.breakers().map(str::len).max() else {
+            return most;
+        };
         // The text from the token at hand on, as far as a breaker that begins in it reaches; and the bytes of each token, the last one first.
         let (mut window, mut lengths) = (Vec::new(), Vec::new());
         // A breaker that ends among the last `most` tokens may begin before them.
@@ -138,12 +151,12 @@ impl Dry {
 
     /// The end of the breaker in `text` that ends last.
     fn last_breaker(&self, text: &[u8]) -> Option<usize> {
-        let end = |breaker: &String| {
+        let end = |breaker: &str| {
             let mut places = text.windows(breaker.len());
             let start = places.rposition(|place| place == breaker.as_bytes());
             start.map(|start| start + breaker.len())
         };
-        self.sequence_breakers.iter().filter_map(end).max()
+        self.breakers().filter_map(end).max()
     }
 }
 
@@ -204,7 +217,7 @@ mod tests {
     fn dry(breakers: &[&str]) -> Dry {
         Dry {
             multiplier: 0.5,
-            sequence_breakers: breakers.iter().map(|&b| b.to_owned()).collect(),
+            sequence_breakers: Some(breakers.iter().map(|&b| b.to_owned()).collect()),
             ..Dry::default()
         }
     }
@@ -215,7 +228,7 @@ mod tests {
             0 => tokens,
             window => &tokens[tokens.len().saturating_sub(window)..],
         };
-        let breakers = || dry.sequence_breakers.iter().map(String::as_str);
+        let breakers = || dry.sequence_breakers.iter().flatten().map(String::as_str);
         // The token of each byte.
         let (mut all, mut owners) = (String::new(), Vec::new());
         for (i, &token) in tokens.iter().enumerate() {
@@ -312,9 +325,8 @@ mod tests {
         assert_eq!(longer, [(3, 0.5 * 1.75)].into());
         assert_eq!(penalties(&plain, &[0, 0, 1, 2, 0, 0, 1])[&2], 0.5 * 1.75);
         // A token with a breaker in its text ends repetitions, and is not penalized.
-        let newline = Dry::default().sequence_breakers;
         let lines = Dry {
-            sequence_breakers: newline,
+            sequence_breakers: None,
             ..plain.clone()
         };
         assert_eq!(penalties(&lines, &[0, 0, 1, 2, 0, 0, 1]), BTreeMap::new());
