@@ -20,9 +20,7 @@ constexpr int THREADS = (WARPS + 1) * WARP;
 constexpr int FEATURES = WARPS * 16;
 constexpr int GLU_FEATURES = FEATURES / 2;              // of gate, and as many of up
 static_assert(GLU_FEATURES == WARPGROUPS * 2 * BLOCK, "a warpgroup has two blocks of gate and of up");
-constexpr int STAGES = 3;                               // of a warp's ring
 constexpr int MAX_SPLIT_K = 8;
-using Ring = WarpRing<STAGES, CHUNK_BYTES>;
 
 // The stages of activations in shared memory. Each holds a chunk of all rows and has two barriers: one for "full" and one for "empty".
 template <int COLUMNS>
@@ -52,13 +50,43 @@ struct ActivationStages {
     }
 };
 
+// The sums of earlier ranges of K in shared memory, where each thread has its own: registers have no room for them beside accumulators.
+template <int TILES>
+class RangeSums {
+    u32 own;
+    __device__ __forceinline__ u32 at(int i) const { return own + i * (WARPS * WARP * 16); }
+    static __device__ __forceinline__ u32 add(u32 sum, float c) { return __float_as_uint(__uint_as_float(sum) + c); }
+
+public:
+    __device__ __forceinline__ RangeSums(const char* shared) : own(shared_address(shared) + threadIdx.x * 16) {}
+    // Adds the accumulators of a range, and sets them to zero.
+    __device__ __forceinline__ void take(float (&c)[TILES][4], bool is_first) const {
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            uint4 sum = is_first ? make_uint4(0, 0, 0, 0) : load_shared_16(at(i));
+            sum.x = add(sum.x, c[i][0]), sum.y = add(sum.y, c[i][1]), sum.z = add(sum.z, c[i][2]), sum.w = add(sum.w, c[i][3]);
+            store_shared_16(at(i), sum);
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[i][e] = 0;
+        }
+    }
+    // Adds them to the accumulators of the last of at least two ranges.
+    __device__ __forceinline__ void add_to(float (&c)[TILES][4]) const {
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            uint4 sum = load_shared_16(at(i));
+            c[i][0] += __uint_as_float(sum.x), c[i][1] += __uint_as_float(sum.y), c[i][2] += __uint_as_float(sum.z), c[i][3] += __uint_as_float(sum.w);
+        }
+    }
+};
+
 // Stores a warpgroup's GLU results in fragment-major layout. Its features are two neighbouring blocks, which are contiguous for a group of
 // rows, so results pass through shared memory and are stored 16 bytes at a time.
-template <int TILES>
+template <int ROOM, int TILES>
 __device__ __forceinline__ void store_glu_fragments(const Arguments& a, char* shared, int first_feature, int first_row,
                                                     const float (&c)[TILES][4]) {
     constexpr int PAIR_BYTES = 4 * FRAGMENT_BYTES, PIECES = PAIR_BYTES / 16;
-    static_assert(TILES * PAIR_BYTES <= 4 * Ring::BYTES, "results take the place of the warps' rings");
+    static_assert(TILES * PAIR_BYTES <= ROOM, "results take the place of the warps' rings");
     int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, groups = ceil_div(a.m, GROUP_ROWS);
     auto sync_warpgroup = [] { barrier(1 + threadIdx.x / WARPGROUP, WARPGROUP); };
     sync_warpgroup();
@@ -76,10 +104,13 @@ __device__ __forceinline__ void store_glu_fragments(const Arguments& a, char* sh
     }
 }
 
-// IS_GLU: the 16 features of a warp are eight of gate and the same eight of up. IS_WHOLE: a block takes all ranges of K.
+// IS_GLU: the 16 features of a warp are eight of gate and the same eight of up. IS_WHOLE: a block takes all ranges of K, at least two.
 template <int COLUMNS, bool IS_GLU, bool IS_WHOLE = false>
 __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int TILES = COLUMNS / 8;
+    // The sums of 128 rows leave room for two.
+    constexpr int STAGES = IS_WHOLE && COLUMNS > 64 ? 2 : 3;
+    using Ring = WarpRing<STAGES, CHUNK_BYTES>;
     using X = ActivationStages<COLUMNS>;
     extern __shared__ __align__(128) char shared[];
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = lane_id(), g = lane / 4;
@@ -129,55 +160,43 @@ __device__ __forceinline__ void run(const Arguments& a) {
         let_later_kernels_start();
         __syncthreads();
 
-        float sums[TILES][4] = {};  // of earlier ranges
-        int range = 1;
-        for (int step = 0; step < steps; step++) {
-            if (IS_WHOLE && step == range_begin(range)) {
-                wgmma_wait<0>();
-                wgmma_fence_accumulators(c);
+        RangeSums<TILES> sums(rings + WARPS * Ring::BYTES);
+        int ranges = IS_WHOLE ? a.split_k : 1, step = 0;
+        for (int range = 1;; range++) {
+            for (int end = range < ranges ? range_begin(range) : steps; step < end; step++) {
+                ring.wait();
+                u32 stage = ring.base + Ring::offset(step % STAGES);
+                uint4 low_codes = load_shared_16(stage + lane * 16), high_codes = load_shared_16(stage + CHUNK_BYTES + lane * 16);
+                uint2 low_scales = load_shared_8(stage + CHUNK_CODES + g * CHUNK_BLOCKS);
+                uint2 high_scales = load_shared_8(stage + CHUNK_BYTES + CHUNK_CODES + g * CHUNK_BLOCKS);
+                __syncwarp();
+                load(step + STAGES);
+                u32 words_low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w};
+                u32 words_high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
+                u32 u[4][4], v[4][4];
 #pragma unroll
-                for (int i = 0; i < TILES; i++) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) sums[i][e] += c[i][e], c[i][e] = 0;
+                for (int j = 0; j < 4; j++) {
+                    decode_packed(words_low[j], low_scales, j, u[j]);
+                    decode_packed(words_high[j], high_scales, j, v[j]);
+                    if (j == 0) {
+                        // The products of a step run while the weights of the next step are loaded and the first of them decoded.
+                        wgmma_wait<0>();
+                        if (step > 0 && lane == 0) barrier_arrive(x.empty(step - 1));
+                        barrier_wait(x.full(step), X::phase(step));
+                    }
+                    auto b = [&](int i) { return wgmma_descriptor<FRAGMENT_BYTES, GROUP_BYTES>(x.data(step) + (4 * j + i) * FRAGMENT_BYTES); };
+                    wgmma_fence();
+                    wgmma_f16(c, u[j][0], v[j][0], u[j][1], v[j][1], b(0));
+                    wgmma_f16(c, u[j][2], v[j][2], u[j][3], v[j][3], b(2));
+                    wgmma_commit();
                 }
-                range++;
             }
-            ring.wait();
-            u32 stage = ring.base + Ring::offset(step % STAGES);
-            uint4 low_codes = load_shared_16(stage + lane * 16), high_codes = load_shared_16(stage + CHUNK_BYTES + lane * 16);
-            uint2 low_scales = load_shared_8(stage + CHUNK_CODES + g * CHUNK_BLOCKS);
-            uint2 high_scales = load_shared_8(stage + CHUNK_BYTES + CHUNK_CODES + g * CHUNK_BLOCKS);
-            __syncwarp();
-            load(step + STAGES);
-            u32 words_low[4] = {low_codes.x, low_codes.y, low_codes.z, low_codes.w};
-            u32 words_high[4] = {high_codes.x, high_codes.y, high_codes.z, high_codes.w};
-            u32 u[4][4], v[4][4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                decode_packed(words_low[j], low_scales, j, u[j]);
-                decode_packed(words_high[j], high_scales, j, v[j]);
-                if (j == 0) {
-                    // The products of a step run while the weights of the next step are loaded and the first of them decoded.
-                    wgmma_wait<0>();
-                    if (step > 0 && lane == 0) barrier_arrive(x.empty(step - 1));
-                    barrier_wait(x.full(step), X::phase(step));
-                }
-                auto b = [&](int i) { return wgmma_descriptor<FRAGMENT_BYTES, GROUP_BYTES>(x.data(step) + (4 * j + i) * FRAGMENT_BYTES); };
-                wgmma_fence();
-                wgmma_f16(c, u[j][0], v[j][0], u[j][1], v[j][1], b(0));
-                wgmma_f16(c, u[j][2], v[j][2], u[j][3], v[j][3], b(2));
-                wgmma_commit();
-            }
+            wgmma_wait<0>();
+            wgmma_fence_accumulators(c);
+            if (range >= ranges) break;
+            sums.take(c, range == 1);
         }
-        wgmma_wait<0>();
-        wgmma_fence_accumulators(c);
-        if (IS_WHOLE) {
-#pragma unroll
-            for (int i = 0; i < TILES; i++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) c[i][e] += sums[i][e];
-            }
-        }
+        if (IS_WHOLE) sums.add_to(c);
     }
 
     auto store_tile = [&](int warp, int i, const float (&c)[4]) {
@@ -193,8 +212,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     };
     bool has_tile = IS_WHOLE || a.split_k == 1;
     if (IS_GLU && has_tile && a.output == STORE_FRAGMENT_MAJOR) {
-        char* ring = rings + warp / 4 * (4 * Ring::BYTES);
-        if (warp < WARPS) store_glu_fragments<TILES>(a, ring, tile_feature + warp / 4 * (2 * BLOCK), first_row, c);
+        constexpr int ROOM = 4 * Ring::BYTES;
+        char* ring = rings + warp / 4 * ROOM;
+        if (warp < WARPS) store_glu_fragments<ROOM>(a, ring, tile_feature + warp / 4 * (2 * BLOCK), first_row, c);
         return;
     }
     if (has_tile) {
@@ -238,18 +258,18 @@ __device__ __forceinline__ void run(const Arguments& a) {
     cluster_wait();
 }
 
-#define KERNEL(COLUMNS)                                                                                                      \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_##COLUMNS(const __grid_constant__ Arguments a) {    \
-        run<COLUMNS, false>(a);                                                                                              \
-    }                                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_glu_##COLUMNS(const __grid_constant__ Arguments a) { \
-        run<COLUMNS, true>(a);                                                                                               \
-    }
-
+#define WIDE(NAME, ...) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_##NAME(const __grid_constant__ Arguments a) { run<__VA_ARGS__>(a); }
+#define KERNEL(COLUMNS)           \
+    WIDE(COLUMNS, COLUMNS, false) \
+    WIDE(glu_##COLUMNS, COLUMNS, true)
 KERNEL(8)
 KERNEL(16)
 KERNEL(32)
 KERNEL(64)
 KERNEL(128)
-extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_whole(const __grid_constant__ Arguments a) { run<64, false, true>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) linear_wide_glu_whole(const __grid_constant__ Arguments a) { run<64, true, true>(a); }
+WIDE(whole_64, 64, false, true)
+WIDE(whole_128, 128, false, true)
+WIDE(glu_whole_32, 32, true, true)
+WIDE(glu_whole_64, 64, true, true)
+WIDE(glu_whole_128, 128, true, true)

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 
 use NVFP4::base::call::Cancel;
-use NVFP4::cuda::{Biased, Gpu, LinearScratch, Matrix, ScratchDevice};
+use NVFP4::cuda::{Biased, Gpu, Layout, LinearScratch, Matrix, ScratchDevice};
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::format::int8;
 use NVFP4::model::{Device, KvType, LoadOptions, Logits, Output, Scratch, Tuning, Wanted};
@@ -49,14 +49,24 @@ fn load_from(gpu: &Arc<Gpu>, path: &Path, prefix_cache: bool) -> Option<Arc<Serv
     }
 }
 
-/// Each row of a product of many rows is that of the row among the first few, and alone.
-fn check_products(gpu: &Arc<Gpu>, matrices: &[Biased<'_>], k: usize, what: &str) {
+/// Each row of a product of many rows, or of two that are `gated`, is that of the row among the first few, and alone.
+fn check_products(
+    gpu: &Arc<Gpu>,
+    matrices: &[Biased<'_>],
+    k: usize,
+    gated: Option<Layout>,
+    what: &str,
+) {
     let (most, device) = (300, ScratchDevice::of(gpu).deterministic());
     let scratch = LinearScratch::new_on(gpu, device, most, k, 0).unwrap();
     let x = normal(5, most * k);
     let rows = |first: usize, m: usize| {
         let some = HalfRows::new(gpu, &x[first * k..][..m * k]);
-        Product::of(gpu, &scratch, some.input(), m, matrices).f32s()
+        let product = Product::of(gpu, &scratch, some.input(), m, matrices);
+        match gated {
+            Some(layout) => product.gated(layout),
+            None => product.f32s(),
+        }
     };
     let all = rows(0, most);
     let width = all.len() / most;
@@ -84,7 +94,17 @@ fn rows_of_products_do_not_depend_on_others() {
             .map(|(i, &n)| Weight::new(&gpu, n, k, i as u64))
             .collect();
         let biased: Vec<Biased<'_>> = weights.iter().map(Weight::biased).collect();
-        check_products(&gpu, &biased, k, &format!("NVFP4 {features:?}, K = {k}"));
+        let what = format!("NVFP4 {features:?}, K = {k}");
+        check_products(&gpu, &biased, k, None, &what);
+    }
+    // Of so many features CTAs take all ranges of K, of fewer they share them.
+    for (k, features) in [(2560, 6600), (1040, 700)] {
+        let weights = [1, 2].map(|seed| Weight::new(&gpu, features, k, seed));
+        let biased: Vec<Biased<'_>> = weights.iter().map(Weight::biased).collect();
+        for layout in [Layout::RowMajor, Layout::FragmentMajor] {
+            let what = format!("gated, {features} features, K = {k}, {layout:?}");
+            check_products(&gpu, &biased, k, Some(layout), &what);
+        }
     }
     for storage in DENSE {
         for (n, k) in [(300, 2560), (5000, 272)] {
@@ -93,6 +113,7 @@ fn rows_of_products_do_not_depend_on_others() {
                 &gpu,
                 &[(&w.device, None)],
                 k,
+                None,
                 &format!("{storage:?} [{n}, {k}]"),
             );
         }
@@ -105,7 +126,7 @@ fn rows_of_products_do_not_depend_on_others() {
         of_rows.copy_from_slice(&scales[range]);
         Ok(())
     });
-    check_products(&gpu, &[(&w.unwrap(), None)], k, "int8");
+    check_products(&gpu, &[(&w.unwrap(), None)], k, None, "int8");
 }
 
 /// Runs tokens in calls of these lengths, the last again and again. Returns the logits of each position.
@@ -355,7 +376,11 @@ fn prompts_beside_steps_have_their_own_bits() {
         let of = |model: &Arc<Served>, number: usize| {
             let mut session = prompted(model, &options, &prompt(number));
             let first = session.logits().unwrap().to_vec();
-            (first, generated(&mut session, 8, &drawn))
+            let tokens = generated(&mut session, 8, &drawn);
+            // A step that ran ahead in vain may still run.
+            session.prefill(&prompt(number)[..20]).unwrap();
+            let after = session.logits().unwrap().to_vec();
+            (first, tokens, after)
         };
         let want_steps = step(&alone);
         let want: Vec<_> = (0..PROMPTS).map(|number| of(&alone, number)).collect();
@@ -384,6 +409,10 @@ fn prompts_beside_steps_have_their_own_bits() {
                             "{case}: logits of prompt {number}"
                         );
                         assert_eq!(got.1, want[number].1, "{case}: tokens of prompt {number}");
+                        assert!(
+                            same_bits(&got.2, &want[number].2),
+                            "{case}: logits of the prompt after the tokens of {number}"
+                        );
                     }
                 });
             }

@@ -367,7 +367,7 @@ impl SkinnyPlan {
         form: InputForm,
     ) -> Option<SkinnyPlan> {
         let (kernel, room) = SkinnyKernel::in_ranges(output, form, m)?;
-        let (ranges, k) = (ranges(hardware, matrices, output), matrices[0].cols);
+        let (ranges, k) = (ranges(hardware, matrices, output).count, matrices[0].cols);
         let normalizes = matches!(form, InputForm::Normalized);
         if normalizes && k > normalized::WIDTH {
             return None;

@@ -6,7 +6,8 @@ use super::hardware::Hardware;
 use super::input::Input;
 use super::matrix::{Biased, CHUNK_K, MatrixShape, matrix_arguments};
 use super::output::{Layout, Output};
-use super::tiles::{MOST_SPLIT_K, TileKernel, TileVariant, TiledArguments, Tiles, WHOLE_ROWS};
+use super::tile::{Tile, WARPS};
+use super::tiles::{MOST_SPLIT_K, TileKernel, TileVariant, TiledArguments, Tiles};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
@@ -86,14 +87,26 @@ impl Tiling {
             _ => None,
         };
         let tiles = match ranges {
-            // Many rows keep the device busy without CTAs that share K.
-            Some(2..) if m > most_rows => tiles(WHOLE_ROWS, true),
+            // Many rows keep the device busy without CTAs that share K, and so do many features.
+            Some(ranges) if ranges.count > 1 && (m > most_rows || !ranges.fit_clusters) => {
+                let least = if glu { 32 } else { 64 };
+                let blocks = along_features * m.div_ceil(most_rows);
+                // With few CTAs of as many rows, twice as many of half the rows are faster.
+                let most = match 3 * blocks < 2 * hardware.multiprocessors {
+                    true => most_rows / 2,
+                    false => most_rows,
+                };
+                tiles(m.next_power_of_two().clamp(least, most), true)
+            }
             _ => tiles(m.next_power_of_two().clamp(8, most_rows), false),
         };
         let along_rows = m.div_ceil(tiles.columns);
         let split_k = match kernel {
             TileKernel::Tiled if !divides || hardware.deterministic => 1,
-            _ => ranges.unwrap_or_else(|| split_k(tiles, hardware, along_features * along_rows, k)),
+            _ => match ranges {
+                Some(ranges) => ranges.count,
+                None => split_k(tiles, hardware, along_features * along_rows, k),
+            },
         };
         let along_k = if tiles.whole { 1 } else { split_k };
         let all: usize = features.iter().sum();
@@ -124,8 +137,17 @@ fn along_features(kernel: TileKernel, features: &[usize]) -> usize {
     features.iter().map(|n| n.div_ceil(kernel.features())).sum()
 }
 
-/// The ranges of K of Hopper's deterministic products, whatever their rows: those of wide tiles with the most rows.
-pub(super) fn ranges(hardware: &Hardware, matrices: &[MatrixShape], output: Output) -> usize {
+/// The ranges of K of Hopper's deterministic products, whatever their rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ranges {
+    pub(super) count: usize,
+    /// Whether all CTAs of wide tiles with the most rows run at once if each takes a range. Else each takes all.
+    fit_clusters: bool,
+}
+
+/// The ranges of wide tiles with the most rows that run at once; of gated activations with so many features that these have one each,
+/// those with which the skinny GEMM has the least work for a warp.
+pub(super) fn ranges(hardware: &Hardware, matrices: &[MatrixShape], output: Output) -> Ranges {
     // Rows of either layout have the same ranges.
     let output = output.applied().map_or(output, Output::GluFragmentMajor);
     let kernel = TileKernel::Wide;
@@ -136,7 +158,29 @@ pub(super) fn ranges(hardware: &Hardware, matrices: &[MatrixShape], output: Outp
         whole: false,
     };
     let blocks = along_features(kernel, &features(matrices, output));
-    split_k(most, hardware, blocks, matrices[0].cols)
+    let k = matrices[0].cols;
+    match split_k(most, hardware, blocks, k) {
+        1 if most.glu => Ranges {
+            count: gated_ranges(hardware, matrices[0].rows, k),
+            fit_clusters: false,
+        },
+        count => Ranges {
+            count,
+            fit_clusters: true,
+        },
+    }
+}
+
+/// The least number of ranges with which the warps of the skinny GEMM, each of which takes whole ranges of tiles of gate and up, have the
+/// fewest steps at most. Each costs products of many rows a sum.
+fn gated_ranges(hardware: &Hardware, features: usize, k: usize) -> usize {
+    const MOST: usize = 4;
+    let tiles = features.div_ceil(Tile::GateUp.features());
+    let tiles = tiles.div_ceil(hardware.multiprocessors.max(1));
+    let steps = k.div_ceil(Tile::GateUp.step());
+    let longest = |ranges: &usize| (tiles * ranges).div_ceil(WARPS) * steps.div_ceil(*ranges);
+    let fewest = (1..=MOST.min(steps)).min_by_key(longest);
+    fewest.unwrap_or(1)
 }
 
 /// The number of CTAs along K = `k` that lets as many CTAs as possible run, all at once. `blocks` counts the CTAs without split-K.
@@ -307,6 +351,33 @@ mod tests {
                         };
                         assert!(tiling.gemm.launch.shared <= most, "{tiling:?}");
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ranges_of_deterministic_products_fit_shared_memory() {
+        let hardware = Hardware {
+            deterministic: true,
+            ..hardware(132)
+        };
+        for (features, k, count) in [(9728, 2560, 3), (12_288, 4096, 4), (3072, 1024, 2)] {
+            let shape = MatrixShape {
+                storage: WeightType::Nvfp4,
+                rows: features,
+                cols: k,
+            };
+            let output = Output::GluFragmentMajor(Default::default());
+            for m in [17, 33, 64, 128, 129, 4096] {
+                let choose = |matrices: &[MatrixShape], output| {
+                    let (kernel, layout) = (TileKernel::Wide, Layout::FragmentMajor);
+                    Tiling::choose(&hardware, kernel, m, matrices, output, layout, false).unwrap()
+                };
+                let gated = choose(&[shape; 2], output);
+                assert_eq!(gated.split_k, count, "{gated:?}");
+                for tiling in [gated, choose(&[shape], Output::F32)] {
+                    assert!(tiling.gemm.launch.shared <= 227 << 10, "{tiling:?}");
                 }
             }
         }

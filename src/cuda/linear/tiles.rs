@@ -27,14 +27,15 @@ kernels! {
             WideGlu32 = "linear_wide_glu_32",
             WideGlu64 = "linear_wide_glu_64",
             WideGlu128 = "linear_wide_glu_128",
-            WideWhole = "linear_wide_whole",
-            WideGluWhole = "linear_wide_glu_whole",
+            WideWhole64 = "linear_wide_whole_64",
+            WideWhole128 = "linear_wide_whole_128",
+            WideGluWhole32 = "linear_wide_glu_whole_32",
+            WideGluWhole64 = "linear_wide_glu_whole_64",
+            WideGluWhole128 = "linear_wide_glu_whole_128",
         }
     }
 }
 
-/// Activation rows of a CTA that takes all ranges of K, whose sums take as many registers as its accumulators.
-pub(super) const WHOLE_ROWS: usize = 64;
 /// The most CTAs of a cluster, which split K.
 pub(super) const MOST_SPLIT_K: usize = 8;
 
@@ -134,11 +135,18 @@ impl TileKernel {
         }
     }
 
-    /// Shared memory of a CTA: stages of weights, and of activations with their barriers.
-    const fn shared(self, columns: usize) -> usize {
-        let weights = 3 * self.features() / CHUNK_ROWS * CHUNK_BYTES;
+    /// Shared memory of a CTA: stages of weights, and of activations with their barriers; and if it is `whole`, the sums of earlier ranges.
+    const fn shared(self, columns: usize, whole: bool) -> usize {
+        let stages = if whole && columns > 64 { 2 } else { 3 };
+        let weights = stages * self.features() / CHUNK_ROWS * CHUNK_BYTES;
         let activations = columns * CHUNK_K * 2;
+        let sums = if whole {
+            columns * self.features() * 4
+        } else {
+            0
+        };
         weights
+            + sums
             + match self {
                 TileKernel::Tiled => 3 * activations,
                 TileKernel::Wide if columns <= 64 => 4 * (activations + 16),
@@ -174,7 +182,7 @@ pub(super) struct Tiles {
     pub(super) glu: bool,
     /// Activation rows per CTA, a power of two from 8 on.
     pub(super) columns: usize,
-    /// Whether each CTA takes all ranges of K, one after the other; of [`TileKernel::Wide`] with [`WHOLE_ROWS`] rows.
+    /// Whether each CTA takes all ranges of K, one after the other; of [`TileKernel::Wide`] with 64 or 128 rows, or 32 of a gated activation.
     pub(super) whole: bool,
 }
 
@@ -188,8 +196,15 @@ impl Tiles {
         use TileVariant::*;
         let index = self.index();
         match (self.kernel, self.glu) {
-            (_, false) if self.whole => WideWhole,
-            (_, true) if self.whole => WideGluWhole,
+            (_, false) if self.whole => match self.columns {
+                64 => WideWhole64,
+                _ => WideWhole128,
+            },
+            (_, true) if self.whole => match self.columns {
+                32 => WideGluWhole32,
+                64 => WideGluWhole64,
+                _ => WideGluWhole128,
+            },
             (TileKernel::Tiled, _) => [Tiled8, Tiled16, Tiled32, Tiled64][index],
             (TileKernel::Wide, false) => [Wide8, Wide16, Wide32, Wide64, Wide128][index],
             (TileKernel::Wide, true) => {
@@ -201,7 +216,7 @@ impl Tiles {
     /// A launch of so many CTAs along features, along rows, and along K.
     pub(super) fn planned(self, grid: [usize; 3]) -> Planned<TileVariant> {
         let launch = Launch {
-            shared: self.kernel.shared(self.columns) as u32,
+            shared: self.kernel.shared(self.columns, self.whole) as u32,
             cluster: match self.kernel {
                 TileKernel::Tiled => 1,
                 TileKernel::Wide => grid[2] as u32,
