@@ -21,7 +21,7 @@ use crate::base::lease::Held;
 use crate::base::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::base::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::base::turns::{Waiter, reentered, this_thread};
-use crate::base::{ErrorKind, Result, call, fork};
+use crate::base::{Result, call, fork};
 use crate::model::{Batch, Model, Output, Scratch};
 
 /// The longest time for which a leader waits for sequences that generate.
@@ -77,8 +77,10 @@ struct State {
     ran_prompts: bool,
     /// Whether a pass runs steps now.
     runs_steps: bool,
-    /// The end of the last pass that ran steps, while sequences generate.
-    ran_steps: Option<Instant>,
+    /// The end of the last pass that ran steps.
+    ran_steps: Option<RanSteps>,
+    /// Whether prompts no longer run beside steps, because there was no room for them.
+    has_no_lane: bool,
     /// Whether the leader waits because all requests are to run beside steps.
     is_idle: bool,
     /// The prompt that runs beside steps.
@@ -91,6 +93,14 @@ struct State {
     ahead_since: Option<Instant>,
     /// The fork generation of these threads; the child of a fork has others.
     generation: u32,
+}
+
+/// The end of a pass that ran steps.
+#[derive(Clone, Copy, Debug)]
+struct RanSteps {
+    at: Instant,
+    /// The thread that all of them were of, if there was a single one.
+    only: Option<usize>,
 }
 
 /// A prompt that runs beside steps.
@@ -148,6 +158,7 @@ pub(super) struct Work {
 struct Posted {
     request: Lent,
     caller: Arc<Caller>,
+    thread: usize,
     look_ahead: bool,
     /// The number of its tokens in the pass that runs.
     taken: Option<usize>,
@@ -442,30 +453,40 @@ impl State {
 
     /// The requests that a pass may take, by number, and the tokens of each that wait. Prompts that are to run beside steps are not among them.
     fn waiting(&self, share: PromptShare) -> (Vec<usize>, Vec<Waiting>) {
-        let has_steps = self.has_steps();
         // A single one: several run in one pass with the steps.
         let mut short_waits = self.last_beside.is_none_or(PromptShare::waits_beside);
-        // SAFETY: no leader uses the requests meanwhile.
-        let posted = self.posted.iter().map(|p| unsafe { &*p.request.0 });
-        let each = posted.map(Request::waiting).enumerate();
-        let stays = |waiting: &Waiting| match PromptShare::is_short(waiting) {
+        let mut stays = |waiting: &Waiting| match PromptShare::is_short(waiting) {
             true => std::mem::take(&mut short_waits),
             false => true,
         };
-        let mut stays = stays;
-        each.filter(|(_, waiting)| !(has_steps && share.goes_beside(waiting) && stays(waiting)))
+        let posted = self.posted.iter().enumerate().map(|(index, posted)| {
+            // SAFETY: no leader uses the requests meanwhile.
+            let waiting = unsafe { &*posted.request.0 }.waiting();
+            (index, posted, waiting)
+        });
+        posted
+            .filter(|(_, posted, waiting)| {
+                !(self.goes_beside(share, posted, waiting) && stays(waiting))
+            })
+            .map(|(index, _, waiting)| (index, waiting))
             .unzip()
     }
 
-    /// Whether steps follow each other now.
-    fn has_steps(&self) -> bool {
-        let ended_now = |at: Instant| at.elapsed() < LONGEST_WAIT;
-        self.runs_steps || self.ran_steps.is_some_and(ended_now)
+    /// Whether steps of other threads than that of a request follow each other now.
+    fn has_steps_for(&self, posted: &Posted) -> bool {
+        let follow =
+            |ran: RanSteps| ran.at.elapsed() < LONGEST_WAIT && ran.only != Some(posted.thread);
+        self.runs_steps || self.ran_steps.is_some_and(follow)
+    }
+
+    /// Whether a request is to run beside steps.
+    fn goes_beside(&self, share: PromptShare, posted: &Posted, waiting: &Waiting) -> bool {
+        share.goes_beside(waiting) && !self.has_no_lane && self.has_steps_for(posted)
     }
 
     /// The number of the request that is to run beside steps next: the shortest, or the first if a later one came before it last time.
     fn next_beside(&self, share: PromptShare) -> Option<usize> {
-        if self.beside.is_some() || !share.beside || !self.has_steps() {
+        if self.beside.is_some() || !share.beside {
             return None;
         }
         let free = self
@@ -476,7 +497,8 @@ impl State {
         let all = free.filter_map(|(index, posted)| {
             // SAFETY: no pass has taken it.
             let waiting = unsafe { &*posted.request.0 }.waiting();
-            share.goes_beside(&waiting).then_some((index, waiting.left))
+            let goes = self.goes_beside(share, posted, &waiting);
+            goes.then_some((index, waiting.left))
         });
         match self.overtook {
             true => all.map(|(index, _)| index).next(),
@@ -485,14 +507,14 @@ impl State {
     }
 
     /// Whether a caller's request is to run beside steps next.
-    fn goes_beside(&self, share: PromptShare, caller: &Arc<Caller>) -> bool {
+    fn is_next_beside(&self, share: PromptShare, caller: &Arc<Caller>) -> bool {
         let next = self.next_beside(share);
         next.is_some_and(|index| Arc::ptr_eq(&self.posted[index].caller, caller))
     }
 
     /// Takes a caller's request out of the list if it is to run beside steps.
     fn take_beside(&mut self, share: PromptShare, caller: &Arc<Caller>) -> Option<Posted> {
-        if !self.goes_beside(share, caller) {
+        if !self.is_next_beside(share, caller) {
             return None;
         }
         let index = self.next_beside(share)?;
@@ -743,6 +765,7 @@ impl Runner {
         state.posted.push(Posted {
             request: Lent((&raw mut *request).cast()),
             caller: caller.clone(),
+            thread: this_thread(),
             look_ahead,
             taken: None,
         });
@@ -797,30 +820,40 @@ impl Runner {
         let request = unsafe { &mut *posted.request.0 };
         let mut has_run = false;
         loop {
-            request.adopt();
+            call::add(request.adopt() as u64);
             let waiting = request.waiting();
             let mut state = self.state();
             let others = state.posted.iter().filter(|posted| posted.taken.is_none());
             // SAFETY: no pass has taken them.
             let mut others = others.map(|posted| unsafe { &*posted.request.0 }.waiting());
             let others_wait = has_run && others.any(|waiting| self.share.goes_beside(&waiting));
-            if others_wait || !waiting.is_prompt() || !state.has_steps() {
+            let goes_on = match has_run {
+                true => waiting.is_prompt(),
+                false => self.share.goes_beside(&waiting),
+            };
+            if others_wait || !goes_on || !state.has_steps_for(&posted) {
                 state.last_beside = state.last_beside.filter(|_| others_wait);
                 state.posted.insert(0, posted);
                 break;
             }
             drop(state);
             let count = plan(&[waiting], Turn::Prompts, most)[0];
-            let start = Instant::now();
-            let ran = model.run_beside(|run| {
-                let parts = vec![request.part(count)];
-                pass(parts, false, vocabulary, scratch, run);
-            });
-            if let Err(e) = ran {
-                request.fail(e);
+            let end = waiting.from.unwrap_or(0) + count;
+            if let Err(e) = model.reserve_beside(count, end) {
+                tracing::warn!("prompts no longer run beside steps: {e}");
+                let mut state = self.state();
+                state.has_no_lane = true;
+                state.posted.insert(0, posted);
+                break;
             }
+            let start = Instant::now();
+            let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
+                model.run_beside(batch, scratch, logits)
+            };
+            pass(vec![request.part(count)], false, vocabulary, scratch, run);
             let time = start.elapsed();
             tracing::trace!(rows = count, ?time, "pass beside steps");
+            call::add(count as u64);
             has_run = true;
             let mut state = self.state();
             state.counts.passes += 1;
@@ -838,14 +871,13 @@ impl Runner {
     pub(super) fn run_first_beside(&self, model: &Model, prompt: NewTokens<'_>) -> Result<()> {
         let mut request = Request::new(vec![prompt]);
         let (count, vocabulary) = (request.waiting().left, model.spec().vocab_size);
-        model.run_beside(|run| {
-            let parts = vec![request.part(count)];
-            pass(parts, false, vocabulary, &mut Scratch::default(), run);
-        })?;
-        match request.finish(&mut Vec::new(), vocabulary) {
-            Err(e) if e.kind() == ErrorKind::OutOfMemory => Err(e),
-            _ => Ok(()),
-        }
+        model.reserve_beside(count, count)?;
+        let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
+            model.run_beside(batch, scratch, logits)
+        };
+        let parts = vec![request.part(count)];
+        pass(parts, false, vocabulary, &mut Scratch::default(), run);
+        request.finish(&mut Vec::new(), vocabulary).map(drop)
     }
 
     /// Holds the weights for a pass, once no step of their trainer is due. While it waits, requests whose calls were cancelled end. `None` if
@@ -891,7 +923,7 @@ impl Runner {
                 return;
             }
             state.adopt();
-            if state.goes_beside(self.share, caller) {
+            if state.is_next_beside(self.share, caller) {
                 return;
             }
             state.wake_beside(self.share);
@@ -903,11 +935,16 @@ impl Runner {
             let mut taken: Vec<(Lent, usize)> = Vec::new();
             let mut is_own = true;
             let mut look_ahead = planned.looks_ahead;
+            let (mut only, mut is_only) = (None, true);
             for (posted, count) in state.posted.iter_mut().zip(planned.counts) {
                 posted.taken = count;
                 let Some(count) = count else { continue };
                 look_ahead &= posted.look_ahead;
                 is_own &= Arc::ptr_eq(&posted.caller, caller);
+                // SAFETY: no pass has taken it yet.
+                if !unsafe { &*posted.request.0 }.waiting().is_prompt() {
+                    is_only &= *only.get_or_insert(posted.thread) == posted.thread;
+                }
                 taken.push((posted.request, count));
             }
             // A device that ran ahead began the step while the host was between passes.
@@ -947,7 +984,9 @@ impl Runner {
             state.times.record(rows, prompts, steps, time);
             state.runs_steps = false;
             if steps {
-                state.ran_steps = Some(Instant::now());
+                let only = only.filter(|_| is_only);
+                let at = Instant::now();
+                state.ran_steps = Some(RanSteps { at, only });
             }
             state.ahead_since = look_ahead.then(Instant::now);
             let ended = state.end_pass(is_own);
@@ -970,7 +1009,7 @@ impl Runner {
 
     /// Waits while all requests are to run beside steps: until another comes, the place there is free, or no step has come for a moment.
     fn idle(&self, mut state: MutexGuard<'_, State>) {
-        let end = state.ran_steps.map(|at| at + LONGEST_WAIT);
+        let end = state.ran_steps.map(|ran| ran.at + LONGEST_WAIT);
         let left = end.map_or(Duration::ZERO, |end| {
             end.saturating_duration_since(Instant::now())
         });

@@ -25,7 +25,7 @@ use super::times::PromptShare;
 use crate::base::error::{Error, bail};
 use crate::base::files::GivenFiles;
 use crate::base::lease::{Change, Held, Lease};
-use crate::base::{ErrorKind, Result, call, fork};
+use crate::base::{Result, call, fork};
 use crate::checkpoint::{Checkpoint, Metadata, no_tokenizer};
 use crate::model::generation::{self, Generation};
 use crate::model::training::{Layout, Source};
@@ -217,7 +217,9 @@ impl Served {
             evicted: AtomicU64::new(0),
             leased,
         };
-        if served.leased.is_none() && served.prepare_beside()? {
+        if let (None, Some(options)) = (&served.leased, options)
+            && served.prepare_beside(options)
+        {
             served.runner.run_prompts_beside();
         }
         let served = Arc::new(served);
@@ -226,26 +228,31 @@ impl Served {
         Ok(served)
     }
 
-    /// Whether prompts can run beside steps: runs one there, so that the first of a host finds memory and kernels. They cannot if the memory that
-    /// is left, or reserved for keys and values, has no room for one.
-    fn prepare_beside(&self) -> Result<bool> {
+    /// Where all prompts run beside steps: runs one there, so that the first of a host finds memory and kernels. If it fails, as without room for
+    /// it, they do not. Where only long ones do, the first of them prepares the others.
+    fn prepare_beside(&self, options: &LoadOptions) -> bool {
         let Some(rows) = self.model.rows_beside() else {
-            return Ok(false);
+            return false;
         };
-        let tokens = vec![0; rows.min(self.model.spec().max_positions)];
-        let mut sequence = self.sequence(tokens.len(), KvType::default())?;
-        let work = NewTokens {
-            tokens: &tokens,
-            sequence: &mut sequence,
-            wanted: Wanted::Last,
-        };
-        match self.runner.run_first_beside(&self.model, work) {
-            Err(e) if e.kind() == ErrorKind::OutOfMemory => {
-                tracing::warn!("prompts do not run beside steps: {e}");
-                Ok(false)
-            }
-            done => done.map(|()| true),
+        if options.tuning == Tuning::Throughput {
+            return true;
         }
+        let rows = rows.min(options.prompt_tokens.unwrap_or(rows));
+        let tokens = vec![0; rows.min(self.model.spec().max_positions)];
+        let prepared = self
+            .sequence(tokens.len(), KvType::default())
+            .and_then(|mut sequence| {
+                let work = NewTokens {
+                    tokens: &tokens,
+                    sequence: &mut sequence,
+                    wanted: Wanted::Last,
+                };
+                self.runner.run_first_beside(&self.model, work)
+            });
+        if let Err(e) = &prepared {
+            tracing::warn!("prompts do not run beside steps: {e}");
+        }
+        prepared.is_ok()
     }
 
     /// The weights, without their text side and without the lease of a trainer.

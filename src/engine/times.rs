@@ -4,6 +4,7 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::schedule::Waiting;
+use crate::model::LONG_PROMPT;
 
 /// Weight of a new time in a running mean.
 const NEW: f64 = 0.25;
@@ -12,8 +13,6 @@ const LONGEST: Duration = Duration::from_millis(20);
 const STEPS: f64 = 3.0;
 /// Where prompts have a small share, they prolong a pass by so many steps, which makes less than two in all.
 const LATENCY_STEPS: f64 = 0.9;
-/// Prompts of more than so many tokens run beside steps even if these may be held up.
-const LONG: usize = 2048;
 /// Prompts of up to so many tokens make the passes of steps hardly longer.
 const SHORT: usize = 64;
 /// The longest pass beside steps for whose end a short prompt waits.
@@ -36,7 +35,7 @@ impl PromptShare {
     /// Whether tokens are those of a prompt that runs beside steps: any where prompts have a small share, else a long one. Several shorter ones run
     /// in one pass between two of steps, which takes less time in all.
     pub(super) fn goes_beside(&self, waiting: &Waiting) -> bool {
-        self.beside && waiting.is_prompt() && (self.is_small || waiting.left > LONG)
+        self.beside && waiting.is_prompt() && (self.is_small || waiting.left > LONG_PROMPT)
     }
 
     /// Whether tokens are those of a prompt that may run in the passes of steps as well: these grow little.
@@ -143,13 +142,15 @@ mod tests {
             beside: true,
             ..PromptShare::default()
         };
-        assert!(large.goes_beside(&prompt(LONG + 1)) && !large.goes_beside(&prompt(LONG)));
+        assert!(
+            large.goes_beside(&prompt(LONG_PROMPT + 1)) && !large.goes_beside(&prompt(LONG_PROMPT))
+        );
         let small = PromptShare {
             is_small: true,
             ..large
         };
         assert!(small.goes_beside(&prompt(2)) && !small.goes_beside(&prompt(1)));
-        assert!(!PromptShare::default().goes_beside(&prompt(LONG + 1)));
+        assert!(!PromptShare::default().goes_beside(&prompt(LONG_PROMPT + 1)));
         // The host may want smaller parts.
         let limited = PromptShare {
             most: Some(256),

@@ -7,6 +7,7 @@ use super::block::RowWidths;
 use super::kv::BlockSizes;
 use super::load::{self, COMPARED_ROWS, HeldForm, HeldTensor, HeldTensors};
 use super::mapped::MappedWeights;
+use super::options::LONG_PROMPT;
 use super::run::{ROWS, pass_rows};
 use super::spec::{BlockSpec, Spec};
 use super::tensors::{HEAD, TensorRole};
@@ -165,16 +166,19 @@ impl Footprint {
         };
         let device = ScratchDevice::of(gpu);
         let own = fused::working_bytes(sizes, device, room)?;
-        let Some(share) = self
-            .beside
-            .filter(|_| passes.rows > 1 && passes.sequences > 1)
-        else {
+        let joins =
+            passes.sequences > 1 && passes.rows > LONG_PROMPT && passes.context > LONG_PROMPT;
+        let Some(share) = self.beside.filter(|share| share.is_prepared || joins) else {
             return Ok(own);
         };
+        let rows = match share.is_prepared {
+            true => self.spec.max_positions,
+            false => passes.rows,
+        };
         let beside = fused::Room {
-            rows: passes.rows.min(share.rows),
+            rows: rows.min(share.rows),
             head_rows: 1,
-            batch: passes.states.max(1),
+            batch: fused::states_of_part(sizes),
             ..room
         };
         Ok(own + fused::working_bytes(sizes, device, beside)?)

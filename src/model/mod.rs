@@ -64,7 +64,7 @@ pub use drafter::{DrafterRows, Drafting};
 pub use embedding::{EmbeddingSettings, Pooling};
 pub use families::{open, open_bytes, open_given};
 pub use mapped::verify_packed;
-pub use options::{LoadOptions, PackedUse, Tuning};
+pub use options::{LONG_PROMPT, LoadOptions, PackedUse, Tuning};
 pub(crate) use pack::pack_new;
 pub use pack::{PackReport, is_same_directory, pack};
 pub use rope::{LongRope, RopeSet};

@@ -16,6 +16,9 @@ pub enum PackedUse {
     Required,
 }
 
+/// Prompts of more tokens than this run beside steps where a GPU divides its multiprocessors, also with [`Tuning::Throughput`].
+pub const LONG_PROMPT: usize = 2048;
+
 /// The goal of passes with prompts while other sequences generate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Tuning {

@@ -237,27 +237,28 @@ impl Model {
         Some(self.beside()?.rows)
     }
 
-    /// Calls `work` with a function that is like [`Model::run`], but runs on some of a GPU's multiprocessors, in working memory of its own,
-    /// while calls of [`Model::run`] on other threads go on. What `work` enqueues on the device has run when this returns. Segments are
-    /// prompts of two tokens or more. One thread at a time.
-    pub fn run_beside<T>(
+    /// Like [`Model::run`], but runs on some of a GPU's multiprocessors, in working memory of its own, while calls of [`Model::run`] on other
+    /// threads go on. Segments are prompts of two tokens or more. One thread at a time. Reports no progress: callbacks run outside.
+    pub fn run_beside(
         &self,
-        work: impl FnOnce(
-            &dyn Fn(Batch<'_>, &mut Scratch, &mut Vec<f32>) -> Result<Vec<Result<Output>>>,
-        ) -> T,
-    ) -> Result<T> {
+        batch: Batch<'_>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        self.in_lane(|executor| self.run_by(Some(executor), batch, scratch, logits))
+    }
+
+    /// Grows the working memory of [`Model::run_beside`] to that of a prompt's pass of so many rows, which ends before a position. Fails if
+    /// there is no room.
+    pub fn reserve_beside(&self, rows: usize, end: usize) -> Result<()> {
+        self.in_lane(|executor| executor.reserve(rows, end))
+    }
+
+    fn in_lane<T>(&self, work: impl FnOnce(&fused::Executor) -> Result<T>) -> Result<T> {
         let (Some(beside), Some(other)) = (self.beside(), self.executor()) else {
             bail!(Internal, "a model without a lane, run beside others");
         };
-        let executor = beside.executor(&other)?;
-        let Some(lane) = executor.lane() else {
-            bail!(Internal, "an executor beside others without a lane");
-        };
-        lane.run(|| {
-            Ok(work(&|batch, scratch, logits| {
-                self.run_by(Some(executor), batch, scratch, logits)
-            }))
-        })
+        call::in_silence(|| beside.run(&other, work))
     }
 
     /// Like [`Model::run`], but always uses the reference block, against which fused kernels are tested. Slow on a GPU.
@@ -502,9 +503,9 @@ impl Model {
 
     /// As [`Model::turn`], for a pass of an executor. One in a lane waits for no other.
     pub(super) fn turn_of(&self, executor: &Executor) -> Result<Option<Turn<'_>>> {
-        match executor.lane() {
-            None => self.turn().map(Some),
-            Some(_) => call::check().map(|()| None),
+        match executor.is_beside() {
+            false => self.turn().map(Some),
+            true => call::check().map(|()| None),
         }
     }
 

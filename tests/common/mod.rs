@@ -110,13 +110,13 @@ pub(crate) fn check_memory_comes_back(
         memory::set_budget(Some(current + (peak - current) * stop / STOPS));
         let failed = load();
         memory::set_budget(None);
-        match failed {
-            Err(e) => assert_eq!(e.kind(), ErrorKind::OverBudget, "{e}"),
-            // Prompts do not run beside steps where there is no room for them.
-            Ok(model) => assert!(
-                stop > STOPS / 2 || model.model().rows_beside().is_some(),
+        if let Err(e) = failed {
+            assert_eq!(e.kind(), ErrorKind::OverBudget, "{e}");
+        } else {
+            assert!(
+                stop > STOPS / 2,
                 "{stop} of {STOPS} parts of its memory will do"
-            ),
+            );
         }
     }
     settle();

@@ -9,7 +9,7 @@ use NVFP4::base::memory::{self, Tag};
 use NVFP4::engine::capacity::{PlanOptions, plan};
 use NVFP4::engine::{NewTokens, Sequence, Served};
 use NVFP4::model::{
-    Choice, Device, KvType, LoadOptions, SamplingOptions, Scratch, TokenMask, Wanted,
+    Choice, Device, KvType, LoadOptions, SamplingOptions, Scratch, TokenMask, Tuning, Wanted,
 };
 
 use crate::common::{
@@ -120,14 +120,37 @@ fn weights_and_working_memory_are_what_is_planned() {
             held <= planned.workspace.device,
             "{case}: {held} of {planned:?}"
         );
-        // Prompts beside steps would have working memory of their own, at most as much.
-        let parts = if model.rows_beside().is_some() { 2 } else { 1 };
-        assert!(
-            held * parts * 100 >= most * 99,
-            "{case}: {held} of {planned:?}"
-        );
+        assert!(held * 100 >= most * 99, "{case}: {held} of {planned:?}");
     }
     assert!(loaded >= 20, "{loaded} models");
+}
+
+/// Where all prompts run beside steps, working memory for that is planned, and taken when a model is loaded.
+#[test]
+fn prompts_beside_steps_take_what_is_planned() {
+    let Some(gpu) = gpu() else { return };
+    for case in ["qwen3_tied", "qwen35_tied"] {
+        let [without, with] = [Tuning::Throughput, Tuning::Latency].map(|tuning| {
+            let how = LoadOptions {
+                device: Device::Cuda(gpu.clone()),
+                tuning,
+                ..options()
+            };
+            let wanted = PlanOptions {
+                context: Some(100),
+                ..PlanOptions::default()
+            };
+            let planned = plan(&golden(case), &how, &wanted).unwrap();
+            let before = used(Tag::DeviceScratch);
+            let model = load(&golden(case), &how).unwrap();
+            let is_beside = model.model().rows_beside().is_some();
+            let taken = used(Tag::DeviceScratch) - before;
+            (planned.workspace.device, taken, is_beside)
+        });
+        let (planned, taken) = (with.0 - without.0, with.1 - without.1);
+        check_within(taken, planned, case);
+        assert_eq!(planned > 0, with.2, "{case}");
+    }
 }
 
 /// The planned conversations come to their ends in the planned bytes, and one more does not.

@@ -146,8 +146,8 @@ impl Arenas {
 
     /// Unmaps all chunks that no block uses.
     fn unmap_unused(&self) -> Result<()> {
-        // Work in flight may still use what was freed.
-        self.gpu.wait()?;
+        // Work in flight may still use what was freed, also that of the device's stream while this thread is in a lane.
+        self.gpu.wait_for_all()?;
         let all: Vec<_> = lock(&self.all).iter().filter_map(Weak::upgrade).collect();
         let unmapped = all.iter().flat_map(|arena| arena.unmap_unused());
         let unmapped: Vec<Chunk> = unmapped.collect();

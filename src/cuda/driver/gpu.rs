@@ -214,6 +214,16 @@ impl Gpu {
         self.stream
     }
 
+    /// As [`Gpu::wait`], in a lane also for the device's stream.
+    pub(super) fn wait_for_all(&self) -> Result<()> {
+        self.wait()?;
+        check(
+            // SAFETY: the stream lives as long as `self`.
+            unsafe { result::stream::synchronize(self.stream) },
+            "waiting for the device",
+        )
+    }
+
     /// The stream that this thread waits for.
     fn waited_for(&self) -> sys::CUstream {
         recording::entered(self.ordinal).map_or(self.stream, |(stream, _)| stream)

@@ -2,15 +2,17 @@
 
 use std::fmt;
 use std::mem::zeroed;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use cudarc::driver::{result, sys};
 
+use super::attached::Attached;
 use super::error::check;
 use super::event::Event;
 use super::gpu::Gpu;
-use super::recording::{Entered, entered};
+use super::recording::Entered;
 use crate::base::Result;
+use crate::base::lock::lock;
 
 /// The first driver that makes streams of green contexts.
 const DRIVER: i32 = 12050;
@@ -18,34 +20,28 @@ const DRIVER: i32 = 12050;
 /// A stream on some of a device's multiprocessors. One thread uses it at a time.
 pub struct Lane {
     gpu: Arc<Gpu>,
+    green: Green,
+}
+
+/// A stream of a green context.
+#[derive(Clone, Copy)]
+struct Green {
     context: sys::CUgreenCtx,
     stream: sys::CUstream,
+    /// The multiprocessors that were asked for.
+    wanted: usize,
+    /// Those that it has.
     multiprocessors: usize,
 }
 
-// SAFETY: the driver's handles may be used from any thread whose current context is theirs, which `Gpu::bind` sees to.
-unsafe impl Send for Lane {}
+// SAFETY: the driver's handles may be used from any thread whose current context is the device's, which `Gpu::bind` sees to.
+unsafe impl Send for Green {}
 // SAFETY: as above.
-unsafe impl Sync for Lane {}
+unsafe impl Sync for Green {}
 
-impl Lane {
-    /// A lane of at least `wanted` multiprocessors; `None` where the driver does not divide them, which a warning says unless it is too old.
-    pub fn new(gpu: &Arc<Gpu>, wanted: usize) -> Result<Option<Lane>> {
-        if gpu.driver_version() < DRIVER || wanted >= gpu.multiprocessors() {
-            return Ok(None);
-        }
-        gpu.bind()?;
-        match Lane::divided(gpu, wanted) {
-            Ok(lane) => Ok(Some(lane)),
-            Err(e) => {
-                tracing::warn!("prompts do not run beside steps: {e}");
-                Ok(None)
-            }
-        }
-    }
-
-    /// As [`Lane::new`], in the device's context.
-    fn divided(gpu: &Arc<Gpu>, wanted: usize) -> Result<Lane> {
+impl Green {
+    /// A new one with at least `wanted` multiprocessors. The device's context is current.
+    fn new(gpu: &Gpu, wanted: usize) -> Result<Green> {
         // SAFETY: plain C structs of integers, which the driver fills.
         let (mut all, mut part, mut rest): (
             sys::CUdevResource,
@@ -72,56 +68,28 @@ impl Lane {
                 })
         };
         check(made, "dividing the multiprocessors")?;
-        let mut lane = Lane {
-            gpu: gpu.clone(),
+        let mut green = Green {
             context,
             stream: std::ptr::null_mut(),
+            wanted,
             // SAFETY: the driver filled the part as one of multiprocessors.
             multiprocessors: unsafe { part.__bindgen_anon_1.sm.smCount } as usize,
         };
         // SAFETY: the context was just made. Streams of green contexts must be non-blocking.
         let made = unsafe {
             let non_blocking = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-            sys::cuGreenCtxStreamCreate(&mut lane.stream, context, non_blocking, 0).result()
+            sys::cuGreenCtxStreamCreate(&mut green.stream, context, non_blocking, 0).result()
         };
-        check(made, "creating a stream")?;
-        Ok(lane)
-    }
-
-    /// Whether this thread enqueues to a lane of the device.
-    pub fn is_entered(gpu: &Gpu) -> bool {
-        entered(gpu.ordinal()).is_some()
-    }
-
-    /// In a lane, orders all work that this thread enqueues from now on after all that the device's stream has.
-    pub fn follow_device_stream(gpu: &Arc<Gpu>) -> Result<()> {
-        let Some((stream, _)) = entered(gpu.ordinal()) else {
-            return Ok(());
-        };
-        let event = Event::record_on(gpu, gpu.own_stream())?;
-        // SAFETY: both handles are alive; the driver keeps what it needs of the event.
-        let waits = unsafe {
-            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            result::stream::wait_event(stream, event.handle(), flags)
-        };
-        check(waits, "ordering a stream after another")
-    }
-
-    /// Calls `work`, in which this thread enqueues to the lane in place of the device's stream, and waits until all of it has run.
-    pub fn run<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let (ordinal, count) = (self.gpu.ordinal(), self.multiprocessors);
-        let _entered = Entered::new(ordinal, self.stream, count);
-        let done = work();
-        self.gpu.wait().and(done)
-    }
-}
-
-impl Drop for Lane {
-    fn drop(&mut self) {
-        if self.gpu.bind().is_err() {
-            return;
+        if let Err(e) = check(made, "creating a stream") {
+            green.destroy();
+            return Err(e);
         }
-        // SAFETY: made in `divided`, the stream unless that failed, and used no more. Failures have no one to hear of them.
+        Ok(green)
+    }
+
+    /// Gives it back to the driver, which keeps some of its memory. The device's context is current, and nothing uses the stream any more.
+    fn destroy(self) {
+        // SAFETY: the stream is null or was made with the context. Failures have no one to hear of them.
         unsafe {
             if !self.stream.is_null() {
                 let _ = result::stream::synchronize(self.stream);
@@ -132,12 +100,101 @@ impl Drop for Lane {
     }
 }
 
+/// The green contexts of a device that no lane has. They serve again, because each that is destroyed loses 4 MB of the device's memory
+/// (driver 580).
+#[derive(Default)]
+struct Spare(Mutex<Vec<Green>>);
+
+impl Spare {
+    fn take(&self, wanted: usize) -> Option<Green> {
+        let mut spare = lock(&self.0);
+        let index = spare.iter().position(|green| green.wanted == wanted)?;
+        Some(spare.swap_remove(index))
+    }
+}
+
+impl Attached for Spare {
+    fn free(&self, _stream: sys::CUstream) {
+        lock(&self.0).drain(..).for_each(Green::destroy);
+    }
+}
+
+impl Lane {
+    /// A lane of at least `wanted` multiprocessors; `None` where the driver does not divide them, which a warning says unless it is too old.
+    pub fn new(gpu: &Arc<Gpu>, wanted: usize) -> Result<Option<Lane>> {
+        if gpu.driver_version() < DRIVER || wanted >= gpu.multiprocessors() {
+            return Ok(None);
+        }
+        gpu.bind()?;
+        let spare = gpu.attached_or(|| Ok(Spare::default()))?;
+        match spare
+            .take(wanted)
+            .map_or_else(|| Green::new(gpu, wanted), Ok)
+        {
+            Ok(green) => Ok(Some(Lane {
+                gpu: gpu.clone(),
+                green,
+            })),
+            Err(e) => {
+                tracing::warn!("prompts do not run beside steps: {e}");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Orders all that is enqueued in the lane from now on after all that the device's stream has: steps that run in vain may still write where a
+    /// sequence goes on, and blocks be cleared or copied.
+    fn follow_device_stream(&self) -> Result<()> {
+        let event = Event::record_on(&self.gpu, self.gpu.own_stream())?;
+        // SAFETY: both handles are alive; the driver keeps what it needs of the event.
+        let waits = unsafe {
+            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+            result::stream::wait_event(self.green.stream, event.handle(), flags)
+        };
+        check(waits, "ordering a stream after another")
+    }
+
+    /// Calls `work`, in which this thread enqueues to the lane in place of the device's stream, after all that this stream has. Waits until all
+    /// of it has run.
+    pub fn run<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.gpu.bind()?;
+        self.follow_device_stream()?;
+        let Green {
+            stream,
+            multiprocessors,
+            ..
+        } = self.green;
+        let _entered = Entered::new(self.gpu.ordinal(), stream, multiprocessors);
+        let waits = WaitsOnUnwind(&self.gpu);
+        let done = work();
+        std::mem::forget(waits);
+        self.gpu.wait().and(done)
+    }
+}
+
+/// Waits for the lane that this thread is in, so that what unwinds frees nothing that kernels use.
+struct WaitsOnUnwind<'a>(&'a Gpu);
+
+impl Drop for WaitsOnUnwind<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        if let Some(spare) = self.gpu.attached::<Spare>() {
+            lock(&spare.0).push(self.green);
+        }
+    }
+}
+
 impl fmt::Debug for Lane {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
             "{} multiprocessors of {:?}",
-            self.multiprocessors, self.gpu
+            self.green.multiprocessors, self.gpu
         )
     }
 }

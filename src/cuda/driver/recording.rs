@@ -23,19 +23,18 @@ pub(super) fn entered(ordinal: usize) -> Option<(sys::CUstream, usize)> {
     (of == ordinal).then_some((stream, multiprocessors))
 }
 
-/// Lets this thread enqueue to a lane, until it is dropped.
-pub(super) struct Entered;
+/// Lets this thread enqueue to a lane, until it is dropped. Has the lane before.
+pub(super) struct Entered(Option<(usize, sys::CUstream, usize)>);
 
 impl Entered {
     pub(super) fn new(ordinal: usize, stream: sys::CUstream, multiprocessors: usize) -> Entered {
-        ENTERED.set(Some((ordinal, stream, multiprocessors)));
-        Entered
+        Entered(ENTERED.replace(Some((ordinal, stream, multiprocessors))))
     }
 }
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        ENTERED.set(None);
+        ENTERED.set(self.0);
     }
 }
 

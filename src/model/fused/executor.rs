@@ -6,13 +6,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::embedding::HostTables;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
+use super::sizes::Sizes;
 use crate::base::Result;
 use crate::base::once::TryOnce;
-use crate::cuda::{Gpu, Lane};
+use crate::cuda::{self, Gpu, Lane};
 use crate::model::Tuning;
 
 /// Multiprocessors of a lane are a multiple of this, by which Hopper divides them.
 const LANE_UNIT: usize = 8;
+
+/// Room for the recurrent states that a part of a prompt writes: those that its sequence keeps, that of its end, and one that others share.
+pub(in crate::model) fn states_of_part(sizes: &Sizes) -> usize {
+    if sizes.recurrent.is_some() { 8 } else { 1 }
+}
 
 /// The share of a device on which prompts run beside steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,6 +26,8 @@ pub(in crate::model) struct LaneShare {
     pub(in crate::model) multiprocessors: usize,
     /// Most rows of a pass.
     pub(in crate::model) rows: usize,
+    /// Whether working memory for so many is taken when a model is loaded, rather than by the first prompt.
+    pub(in crate::model) is_prepared: bool,
 }
 
 impl LaneShare {
@@ -36,13 +44,14 @@ impl LaneShare {
         (gpu.arch() == (9, 0)).then_some(LaneShare {
             multiprocessors,
             rows,
+            is_prepared: tuning == Tuning::Latency,
         })
     }
 }
 
 /// A lane for a model's prompts, and the executor there, which the first of them makes.
 pub(in crate::model) struct BesideSteps {
-    lane: Arc<Lane>,
+    lane: Lane,
     /// Most rows of a pass.
     pub(in crate::model) rows: usize,
     executor: TryOnce<Executor>,
@@ -53,15 +62,20 @@ impl BesideSteps {
     pub(in crate::model) fn new(gpu: &Arc<Gpu>, share: LaneShare) -> Result<Option<BesideSteps>> {
         let lane = Lane::new(gpu, share.multiprocessors)?;
         Ok(lane.map(|lane| BesideSteps {
-            lane: Arc::new(lane),
+            lane,
             rows: share.rows,
             executor: TryOnce::new(),
         }))
     }
 
-    /// The executor, of the same model as `other`.
-    pub(in crate::model) fn executor(&self, other: &Executor) -> Result<&Executor> {
-        self.executor.get_or_try(|| other.beside(&self.lane))
+    /// Calls `work` in the lane, with an executor of the same model as `other`.
+    pub(in crate::model) fn run<T>(
+        &self,
+        other: &Executor,
+        work: impl FnOnce(&Executor) -> Result<T>,
+    ) -> Result<T> {
+        self.lane
+            .run(|| work(self.executor.get_or_try(|| other.beside())?))
     }
 }
 
@@ -72,8 +86,8 @@ pub(in crate::model) struct Executor {
     memory: Arc<Mutex<Memory>>,
     /// Passes recorded so far.
     pub(super) recorded: AtomicU64,
-    /// The lane of an executor that runs prompts beside the passes of another one.
-    lane: Option<Arc<Lane>>,
+    /// Whether it runs prompts in a lane, beside the passes of another one.
+    is_beside: bool,
 }
 
 impl Executor {
@@ -93,24 +107,32 @@ impl Executor {
             lowered: Arc::new(lowered),
             memory: Arc::new(Mutex::new(memory)),
             recorded: AtomicU64::new(0),
-            lane: None,
+            is_beside: false,
         })
     }
 
     /// An executor of the same model that runs prompts in a lane, in working memory of its own.
-    fn beside(&self, lane: &Arc<Lane>) -> Result<Executor> {
+    fn beside(&self) -> Result<Executor> {
         let Lowered { gpu, sizes, .. } = &*self.lowered;
         Ok(Executor {
             lowered: self.lowered.clone(),
             memory: Arc::new(Mutex::new(Memory::new(gpu, sizes, 0, 0, 1, 1)?)),
             recorded: AtomicU64::new(0),
-            lane: Some(lane.clone()),
+            is_beside: true,
         })
     }
 
-    /// Its lane, if it runs prompts beside another executor.
-    pub(in crate::model) fn lane(&self) -> Option<&Lane> {
-        self.lane.as_deref()
+    /// Whether it runs prompts in a lane.
+    pub(in crate::model) fn is_beside(&self) -> bool {
+        self.is_beside
+    }
+
+    /// Grows working memory to that of a pass with a part of one prompt: so many rows, up to a position.
+    pub(in crate::model) fn reserve(&self, rows: usize, end: usize) -> Result<()> {
+        let Lowered { gpu, sizes, .. } = &*self.lowered;
+        let pages = end.div_ceil(cuda::PAGE);
+        let states = states_of_part(sizes);
+        self.memory().fit(gpu, sizes, rows, 1, states, pages)
     }
 
     /// An executor of the same model with other weights, in the same working memory. A step that ran ahead is dropped, and so are recorded
@@ -134,7 +156,7 @@ impl Executor {
             },
             memory: self.memory.clone(),
             recorded: AtomicU64::new(self.recorded_passes()),
-            lane: None,
+            is_beside: false,
         })
     }
 

@@ -30,7 +30,7 @@ mod verification;
 
 pub(super) use drafter::Guess;
 pub(super) use embedding::{HostTables, table_bytes, tables};
-pub(super) use executor::{BesideSteps, Executor, LaneShare};
+pub(super) use executor::{BesideSteps, Executor, LaneShare, states_of_part};
 pub(super) use graphs::{MOST_BYTES as GRAPH_BYTES, MOST_VERIFIED, bucket};
 pub(super) use lowered::{Lowered, Source, units, unsupported_f8};
 pub(super) use memory_sizes::{Room, working_bytes};

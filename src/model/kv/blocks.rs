@@ -2,7 +2,6 @@
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::NULL_BLOCK;
@@ -11,7 +10,7 @@ use crate::base::error::{bail, err};
 use crate::base::lock::lock;
 use crate::base::memory::{Buffer, Claim, Tag};
 use crate::base::size::readable;
-use crate::cuda::{Arena, Arenas, DeviceSlice, Gpu, Lane};
+use crate::cuda::{Arena, Arenas, DeviceSlice, Gpu};
 
 /// Memory limit of a model's blocks: an amount set aside when it was loaded, or the process's budget.
 pub(super) struct Reserve {
@@ -96,8 +95,6 @@ pub(super) struct BlockArena {
     block_bytes: usize,
     /// How often each block was taken.
     taken: Mutex<Vec<u32>>,
-    /// Whether blocks were freed since a lane last waited for the device's stream.
-    freed: AtomicBool,
 }
 
 impl BlockArena {
@@ -131,7 +128,6 @@ impl BlockArena {
             reserve: reserve.clone(),
             block_bytes,
             taken: Mutex::default(),
-            freed: AtomicBool::default(),
         }
     }
 
@@ -177,15 +173,9 @@ impl BlockArena {
                 })?;
                 put(&mut lock(blocks), index, buffer)
             }
-            Store::Gpu { gpu, arena, claims } => {
+            Store::Gpu { arena, claims, .. } => {
                 let range = self.range(block);
-                // A step that runs in vain may still write to blocks of sequences that have ended.
-                let follows =
-                    match Lane::is_entered(gpu) && self.freed.swap(false, Ordering::Relaxed) {
-                        true => Lane::follow_device_stream(gpu),
-                        false => Ok(()),
-                    };
-                if let Err(e) = follows.and_then(|()| arena.take(range.clone())) {
+                if let Err(e) = arena.take(range.clone()) {
                     self.reserve.give_back(claim);
                     return Err(e);
                 }
@@ -216,7 +206,6 @@ impl BlockArena {
             Store::Gpu { arena, claims, .. } => {
                 let claim = lock(claims).get_mut(index).and_then(Option::take);
                 if let Some(claim) = claim {
-                    self.freed.store(true, Ordering::Relaxed);
                     arena.release(self.range(block));
                     self.reserve.give_back(claim);
                 }

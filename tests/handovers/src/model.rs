@@ -61,6 +61,9 @@ pub struct Spec {
     pub vocab_size: usize,
 }
 
+/// As the library's.
+pub const LONG_PROMPT: usize = 2048;
+
 pub struct Model {
     device: Device,
     spec: Spec,
@@ -127,18 +130,24 @@ impl Model {
         self.run_alone(&self.is_running, batch)
     }
 
-    pub fn run_beside<T>(
+    pub fn run_beside(
         &self,
-        work: impl FnOnce(
-            &dyn Fn(Batch<'_>, &mut Scratch, &mut Vec<f32>) -> Result<Vec<Result<Output>>>,
-        ) -> T,
-    ) -> Result<T> {
-        Ok(work(&|batch, _, _| {
-            let most = self.rows_beside.expect("a lane");
-            let is_part = |segment: &Segment| (2..=most).contains(&segment.count);
-            assert!(batch.segments.iter().all(is_part), "not parts of prompts");
-            self.run_alone(&self.runs_beside, batch)
-        }))
+        batch: Batch<'_>,
+        _: &mut Scratch,
+        _: &mut Vec<f32>,
+    ) -> Result<Vec<Result<Output>>> {
+        let most = self.rows_beside.expect("a lane");
+        let is_part = |segment: &Segment| (2..=most).contains(&segment.count);
+        assert!(batch.segments.iter().all(is_part), "not parts of prompts");
+        self.run_alone(&self.runs_beside, batch)
+    }
+
+    /// There is room for parts that end before position 2,600.
+    pub fn reserve_beside(&self, _rows: usize, end: usize) -> Result<()> {
+        match end < 2600 {
+            true => Ok(()),
+            false => Err(err!(OutOfMemory, "no room to position {end}")),
+        }
     }
 
     /// Runs a pass in a place that has one at a time.
