@@ -97,7 +97,7 @@ fn rows_of_products_do_not_depend_on_others() {
         let what = format!("NVFP4 {features:?}, K = {k}");
         check_products(&gpu, &biased, k, None, &what);
     }
-    // Of so many features CTAs take all ranges of K, of fewer they share them.
+    // With 6,600 features a CTA takes all ranges of K; with 700, CTAs share them.
     for (k, features) in [(2560, 6600), (1040, 700)] {
         let weights = [1, 2].map(|seed| Weight::new(&gpu, features, k, seed));
         let biased: Vec<Biased<'_>> = weights.iter().map(Weight::biased).collect();

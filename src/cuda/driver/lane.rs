@@ -28,9 +28,9 @@ pub struct Lane {
 struct Green {
     context: sys::CUgreenCtx,
     stream: sys::CUstream,
-    /// The multiprocessors that were asked for.
+    /// The number of multiprocessors asked for.
     wanted: usize,
-    /// Those that it has.
+    /// The number of multiprocessors of the context.
     multiprocessors: usize,
 }
 

@@ -91,7 +91,7 @@ impl Tiling {
             Some(ranges) if ranges.count > 1 && (m > most_rows || !ranges.fit_clusters) => {
                 let least = if glu { 32 } else { 64 };
                 let blocks = along_features * m.div_ceil(most_rows);
-                // With few CTAs of as many rows, twice as many of half the rows are faster.
+                // CTAs of half the rows keep more multiprocessors busy.
                 let most = match 3 * blocks < 2 * hardware.multiprocessors {
                     true => most_rows / 2,
                     false => most_rows,

@@ -195,7 +195,7 @@ pub fn prompts_run_beside_steps() {
     }
 }
 
-/// Those that run beside steps are cancelled, fail and panic by themselves.
+/// A prompt beside steps that is cancelled, fails or panics ends no other.
 pub fn prompts_beside_steps_end_alone() {
     for fault in [Fault::Slot, Fault::Pass, Fault::Panic] {
         let served = Served::with_a_place_beside(true, 64, 32);
