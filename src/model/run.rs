@@ -251,6 +251,10 @@ impl Model {
     /// Grows the working memory of [`Model::run_beside`] to that of a prompt's pass of so many rows, which ends before a position. Fails if
     /// there is no room.
     pub fn reserve_beside(&self, rows: usize, end: usize) -> Result<()> {
+        // Entering the lane waits for steps.
+        if self.beside().is_some_and(|beside| beside.holds(rows, end)) {
+            return Ok(());
+        }
         self.in_lane(|executor| executor.reserve(rows, end))
     }
 

@@ -68,6 +68,16 @@ impl BesideSteps {
         }))
     }
 
+    /// Whether working memory has room for a pass with a part of one prompt: so many rows, up to a position.
+    pub(in crate::model) fn holds(&self, rows: usize, end: usize) -> bool {
+        let executor = self.executor.get();
+        executor.is_some_and(|executor| {
+            let states = states_of_part(&executor.lowered.sizes);
+            let pages = end.div_ceil(cuda::PAGE);
+            executor.memory().holds(rows, 1, states, pages)
+        })
+    }
+
     /// Calls `work` in the lane, with an executor of the same model as `other`.
     pub(in crate::model) fn run<T>(
         &self,

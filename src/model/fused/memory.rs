@@ -159,6 +159,14 @@ impl Memory {
         })
     }
 
+    /// Whether it has the given sizes.
+    pub(super) fn holds(&self, rows: usize, head_rows: usize, batch: usize, pages: usize) -> bool {
+        rows <= self.rows
+            && head_rows <= self.head_rows
+            && batch <= self.batch
+            && pages <= self.pages
+    }
+
     /// Grows the memory to the given sizes. If it has to grow, its contents are lost.
     pub(super) fn fit(
         &mut self,
@@ -169,11 +177,7 @@ impl Memory {
         batch: usize,
         pages: usize,
     ) -> Result<()> {
-        if rows <= self.rows
-            && head_rows <= self.head_rows
-            && batch <= self.batch
-            && pages <= self.pages
-        {
+        if self.holds(rows, head_rows, batch, pages) {
             return Ok(());
         }
         self.forget()?;
