@@ -1133,6 +1133,17 @@ fn commands_change_the_conversation() {
     assert_eq!(seeds[0], "1");
     assert_ne!(seeds[1], "1");
     assert!(stats.contains("\nsampling: temperature 1.5\n"), "{stats}");
+    let adjusted = [
+        "--temperature",
+        "1.5",
+        "--min-tokens",
+        "2",
+        "--dry-multiplier",
+        "0.8",
+    ];
+    let (stats, _) = chat(&[&drawn[..2], &adjusted].concat(), &["/stats"]);
+    let sampling = "sampling: temperature 1.5, min tokens 2, DRY multiplier 0.8\n";
+    assert!(stats.contains(sampling), "{stats}");
     let (stats, _) = chat(&args, &["/stats", "/help"]);
     let sampling = "sampling: temperature 0.6, top-k 20, top-p 0.95, as the model recommends\n";
     assert!(stats.contains(sampling), "{stats}");

@@ -71,7 +71,7 @@ pub(super) fn run(args: &Args) -> Result<()> {
     )?;
     let options = args.sampling.options(&model, draft)?;
     if std::io::stderr().is_terminal() {
-        let sampling = sampling::described(&options.sampling, &model);
+        let sampling = sampling::described(&options, &model);
         eprintln!("sampling: {sampling}");
         if !args.raw {
             args.prompting.warn_of_stand_in(&model);

@@ -1,7 +1,7 @@
 //! Arguments of `run` and `chat` for sampling, for the form of an answer and for its end.
 
 use std::ffi::OsString;
-use std::fmt::Write as _;
+use std::fmt::Display;
 use std::sync::Arc;
 
 use NVFP4::base::Result;
@@ -17,7 +17,7 @@ pub(super) struct SamplingArgs {
     #[arg(long)]
     max_tokens: Option<usize>,
     /// Randomness; 0 is greedy. Without this and the four below, the model's recommended settings
-    #[arg(long)]
+    #[arg(long, visible_alias = "temperature")]
     temp: Option<f32>,
     /// Sample from this many of the most probable tokens; 0 means all
     #[arg(long)]
@@ -161,40 +161,71 @@ impl SamplingArgs {
     }
 }
 
-/// Describes the sampling settings, and says whether the model recommends them.
-pub(super) fn described(sampling: &SamplingOptions, model: &Served) -> String {
+/// Describes how tokens are chosen, and says whether the model recommends that.
+pub(super) fn described(options: &GenerateOptions, model: &Served) -> String {
+    let (own, adjustments) = (model.sampling(), &options.adjustments);
     let seedless = SamplingOptions {
         seed: None,
-        ..sampling.clone()
+        ..options.sampling.clone()
     };
-    let own = model.sampling();
     let as_asked = seedless == *own && *own != SamplingOptions::default();
-    match as_asked {
-        true => format!("{}, as the model recommends", in_words(sampling)),
-        false => in_words(sampling),
-    }
+    let recommended = match as_asked && adjustments.is_none(own) {
+        true => ", as the model recommends",
+        false => "",
+    };
+    let words = in_words(&options.sampling).chain(adjustments_in_words(adjustments));
+    words.collect::<Vec<String>>().join(", ") + recommended
 }
 
-/// Describes the sampling settings.
-fn in_words(sampling: &SamplingOptions) -> String {
-    let mut words = match sampling.is_greedy() {
+/// The sampling settings that are not those of an argmax.
+fn in_words(sampling: &SamplingOptions) -> impl Iterator<Item = String> {
+    let off = SamplingOptions::default();
+    let is_greedy = sampling.is_greedy();
+    let first = match is_greedy {
         true => "greedy".to_owned(),
         false => format!("temperature {}", sampling.temperature),
     };
-    let defaults = SamplingOptions::default();
-    let mut add = |differs: bool, name: &str, value: &dyn std::fmt::Display| {
-        if differs && !sampling.is_greedy() {
-            let _ = write!(words, ", {name} {value}");
-        }
-    };
-    add(sampling.top_k != defaults.top_k, "top-k", &sampling.top_k);
-    add(sampling.top_p != defaults.top_p, "top-p", &sampling.top_p);
-    add(sampling.min_p != defaults.min_p, "min-p", &sampling.min_p);
-    let penalty = sampling.repetition_penalty;
-    add(
-        penalty != defaults.repetition_penalty,
-        "repetition penalty",
-        &penalty,
-    );
-    words
+    let others = [
+        named("top-k", &sampling.top_k, &off.top_k),
+        named("top-p", &sampling.top_p, &off.top_p),
+        named("min-p", &sampling.min_p, &off.min_p),
+        named(
+            "repetition penalty",
+            &sampling.repetition_penalty,
+            &off.repetition_penalty,
+        ),
+    ];
+    let others = others.into_iter().flatten().filter(move |_| !is_greedy);
+    std::iter::once(first).chain(others)
+}
+
+/// The adjustments that are on.
+fn adjustments_in_words(adjustments: &LogitAdjustments) -> impl Iterator<Item = String> {
+    let off = LogitAdjustments::default();
+    let all = [
+        named("min tokens", &adjustments.min_tokens, &off.min_tokens),
+        named(
+            "no repeated n-grams of",
+            &adjustments.no_repeat_ngram_size,
+            &off.no_repeat_ngram_size,
+        ),
+        named(
+            "DRY multiplier",
+            &adjustments.dry.multiplier,
+            &off.dry.multiplier,
+        ),
+        named("top-n-sigma", &adjustments.top_n_sigma, &off.top_n_sigma),
+        named("typical-p", &adjustments.typical_p, &off.typical_p),
+        named(
+            "XTC probability",
+            &adjustments.xtc_probability,
+            &off.xtc_probability,
+        ),
+    ];
+    all.into_iter().flatten()
+}
+
+/// A setting by its name, unless it is off.
+fn named<T: PartialEq + Display>(name: &str, value: &T, off: &T) -> Option<String> {
+    (value != off).then(|| format!("{name} {value}"))
 }

@@ -169,7 +169,7 @@ impl Conversation {
                 ))?;
             }
         }
-        let sampling = sampling::described(&self.generation.sampling, &self.model);
+        let sampling = sampling::described(&self.generation, &self.model);
         output::line(format_args!("sampling: {sampling}"))
     }
 }

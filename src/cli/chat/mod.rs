@@ -88,7 +88,7 @@ impl Args {
         } = conversation;
         let info = model.info();
         eprintln!("model: {}, on {}", self.model.model.display(), info.device);
-        let sampling = sampling::described(&generation.sampling, model);
+        let sampling = sampling::described(generation, model);
         eprintln!("sampling: {sampling}");
         if conversation.stops_alone {
             eprintln!("/help lists the commands, Ctrl-D ends the program");
