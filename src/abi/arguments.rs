@@ -70,6 +70,25 @@ pub(super) unsafe fn slice<'a, T>(name: &str, data: *const T, len: usize) -> Res
     Ok(unsafe { std::slice::from_raw_parts(data, len) })
 }
 
+/// Pointers to the `count` items of an array from C, each with its length from another array.
+///
+/// # Safety
+/// As for [`slice`], of both arrays.
+pub(super) unsafe fn with_lengths<'a, T: 'a>(
+    (name, data): (&str, *const *const T),
+    (lengths_name, lengths): (&str, *const usize),
+    count: usize,
+) -> Result<impl Iterator<Item = (*const T, usize)> + use<'a, T>> {
+    // SAFETY: promised by the caller.
+    let (items, lengths): (&'a [*const T], &'a [usize]) = unsafe {
+        (
+            slice(name, data, count)?,
+            slice(lengths_name, lengths, count)?,
+        )
+    };
+    Ok(items.iter().copied().zip(lengths.iter().copied()))
+}
+
 /// A byte buffer from C to write; NULL is an empty one when `len` is 0.
 ///
 /// # Safety
@@ -98,20 +117,14 @@ pub(super) unsafe fn text<'a>(name: &str, data: *const c_char, len: usize) -> Re
 /// As for [`slice`], of the arrays and of each text.
 pub(super) unsafe fn texts(
     one: &str,
-    (name, data): (&str, *const *const c_char),
-    (lengths_name, lengths): (&str, *const usize),
+    texts: (&str, *const *const c_char),
+    lengths: (&str, *const usize),
     count: usize,
 ) -> Result<Vec<String>> {
     // SAFETY: promised by the caller.
-    let (texts, lengths) = unsafe {
-        (
-            slice(name, data, count)?,
-            slice(lengths_name, lengths, count)?,
-        )
-    };
-    let each = texts.iter().zip(lengths);
+    let each = unsafe { with_lengths(texts, lengths, count) }?;
     // SAFETY: as above.
-    each.map(|(&data, &length)| copied(unsafe { text(one, data, length) }?))
+    each.map(|(data, length)| copied(unsafe { text(one, data, length) }?))
         .collect()
 }
 
@@ -141,20 +154,16 @@ pub(super) unsafe fn paths(
     lengths: *const usize,
     count: usize,
 ) -> Result<Vec<PathBuf>> {
+    let lengths_name = format!("the lengths of {name}");
     // SAFETY: promised by the caller.
-    let (files, lengths) = unsafe {
-        (
-            slice(name, data, count)?,
-            slice(&format!("the lengths of {name}"), lengths, count)?,
-        )
-    };
-    let each = files.iter().zip(lengths).enumerate();
-    each.map(|(i, (&file, &length))| {
-        // SAFETY: as above.
-        let path = unsafe { path(&format!("{name}[{i}]"), file, length) }?;
-        Ok(path.to_owned())
-    })
-    .collect()
+    let each = unsafe { with_lengths((name, data), (&lengths_name, lengths), count) }?;
+    each.enumerate()
+        .map(|(i, (file, length))| {
+            // SAFETY: as above.
+            let path = unsafe { path(&format!("{name}[{i}]"), file, length) }?;
+            Ok(path.to_owned())
+        })
+        .collect()
 }
 
 /// Copies text to C: writes the length in bytes, then the text if it fits, followed by a NUL if that fits too. A NULL buffer of capacity 0

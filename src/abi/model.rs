@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::arguments::{
     self, Element, Growing, Out, choice, copy_elements, copy_items, copy_text, elements, fill,
-    flag, options, results, slice, text,
+    flag, options, results, slice, text, with_lengths,
 };
 use super::call::{NVFP4_CallOptions, watched};
 use super::guard::{self, enter, enter_to_free};
@@ -950,23 +950,18 @@ pub(super) fn tokens_in(tokens: &[i32]) -> Result<Vec<u32>> {
 /// As for [`slice`], of both arrays and of each list.
 pub(super) unsafe fn token_lists(
     (name, lists): (&str, *const *const i32),
-    (lengths_name, lengths): (&str, *const usize),
+    lengths: (&str, *const usize),
     count: usize,
 ) -> Result<Vec<Vec<u32>>> {
     // SAFETY: promised by the caller.
-    let (lists, lengths) = unsafe {
-        (
-            slice(name, lists, count)?,
-            slice(lengths_name, lengths, count)?,
-        )
-    };
-    let each = lists.iter().zip(lengths).enumerate();
-    each.map(|(i, (&list, &length))| {
-        // SAFETY: as above.
-        let list = unsafe { slice("its tokens", list, length) }.and_then(tokens_in);
-        list.map_err(|e| e.within(format_args!("{name}[{i}]")))
-    })
-    .collect()
+    let each = unsafe { with_lengths((name, lists), lengths, count) }?;
+    each.enumerate()
+        .map(|(i, (list, length))| {
+            // SAFETY: as above.
+            let list = unsafe { slice("its tokens", list, length) }.and_then(tokens_in);
+            list.map_err(|e| e.within(format_args!("{name}[{i}]")))
+        })
+        .collect()
 }
 
 /// Checks the sign of a token id of `model` from C.
