@@ -13,7 +13,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use super::leased::Leased;
-use super::pass::{NewTokens, Request, Tally, pass};
+use super::pass::{NewTokens, Part, Request, Tally, pass};
 use super::schedule::{Turn, Waiting, plan};
 use super::times::{PassTimes, PromptShare};
 use crate::base::error::{Error, err};
@@ -455,7 +455,7 @@ impl State {
     fn waiting(&self, share: PromptShare) -> (Vec<usize>, Vec<Waiting>) {
         // A single one: several run in one pass with the steps.
         let mut short_waits = self.last_beside.is_none_or(PromptShare::waits_beside);
-        let mut stays = |waiting: &Waiting| match PromptShare::is_short(waiting) {
+        let mut stays = |waiting: &Waiting| match waiting.is_short() {
             true => std::mem::take(&mut short_waits),
             false => true,
         };
@@ -506,18 +506,15 @@ impl State {
         }
     }
 
-    /// Whether a caller's request is to run beside steps next.
-    fn is_next_beside(&self, share: PromptShare, caller: &Arc<Caller>) -> bool {
+    /// The number of a caller's request, if that is to run beside steps next.
+    fn own_beside(&self, share: PromptShare, caller: &Arc<Caller>) -> Option<usize> {
         let next = self.next_beside(share);
-        next.is_some_and(|index| Arc::ptr_eq(&self.posted[index].caller, caller))
+        next.filter(|&index| Arc::ptr_eq(&self.posted[index].caller, caller))
     }
 
     /// Takes a caller's request out of the list if it is to run beside steps.
     fn take_beside(&mut self, share: PromptShare, caller: &Arc<Caller>) -> Option<Posted> {
-        if !self.is_next_beside(share, caller) {
-            return None;
-        }
-        let index = self.next_beside(share)?;
+        let index = self.own_beside(share, caller)?;
         // SAFETY: no pass has taken them.
         let before = self.posted[..index]
             .iter()
@@ -593,6 +590,14 @@ impl State {
             looks_ahead: model.device().is_cuda() && !has_prompts,
         }
     }
+}
+
+/// Runs a part of a prompt in a pass beside steps.
+fn pass_beside(model: &Model, part: Part<'_, '_>, scratch: &mut Scratch) {
+    let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
+        model.run_beside(batch, scratch, logits)
+    };
+    pass(vec![part], false, model.spec().vocab_size, scratch, run);
 }
 
 /// A planned pass.
@@ -814,7 +819,6 @@ impl Runner {
         posted: Posted,
         scratch: &mut Scratch,
     ) {
-        let vocabulary = model.spec().vocab_size;
         let most = self.share.part_beside(model.rows_beside().unwrap_or(1));
         // SAFETY: the caller is this thread, and the request is in no list.
         let request = unsafe { &mut *posted.request.0 };
@@ -847,10 +851,7 @@ impl Runner {
                 break;
             }
             let start = Instant::now();
-            let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
-                model.run_beside(batch, scratch, logits)
-            };
-            pass(vec![request.part(count)], false, vocabulary, scratch, run);
+            pass_beside(model, request.part(count), scratch);
             let time = start.elapsed();
             tracing::trace!(rows = count, ?time, "pass beside steps");
             call::add(count as u64);
@@ -870,13 +871,10 @@ impl Runner {
     /// Runs a prompt in one pass beside steps, before there are any requests. Faults of its values are not errors: it has run.
     pub(super) fn run_first_beside(&self, model: &Model, prompt: NewTokens<'_>) -> Result<()> {
         let mut request = Request::new(vec![prompt]);
-        let (count, vocabulary) = (request.waiting().left, model.spec().vocab_size);
+        let count = request.waiting().left;
         model.reserve_beside(count, count)?;
-        let run = |batch: Batch<'_>, scratch: &mut Scratch, logits: &mut Vec<f32>| {
-            model.run_beside(batch, scratch, logits)
-        };
-        let parts = vec![request.part(count)];
-        pass(parts, false, vocabulary, &mut Scratch::default(), run);
+        pass_beside(model, request.part(count), &mut Scratch::default());
+        let vocabulary = model.spec().vocab_size;
         request.finish(&mut Vec::new(), vocabulary).map(drop)
     }
 
@@ -923,7 +921,7 @@ impl Runner {
                 return;
             }
             state.adopt();
-            if state.is_next_beside(self.share, caller) {
+            if state.own_beside(self.share, caller).is_some() {
                 return;
             }
             state.wake_beside(self.share);

@@ -20,6 +20,11 @@ impl Waiting {
     pub(super) fn is_prompt(&self) -> bool {
         self.from.is_some() && self.left > 1
     }
+
+    /// Whether they are few, so that a pass with them takes hardly longer.
+    pub(super) fn is_short(&self) -> bool {
+        self.left <= SHORT
+    }
 }
 
 /// The kinds of tokens that a pass runs.
@@ -63,7 +68,7 @@ pub(super) fn plan(waiting: &[Waiting], turn: Turn, budget: usize) -> Vec<usize>
     };
     // Short ones leave half of the budget to the oldest.
     let share = waiting[oldest].left.min(budget / 2);
-    let short = prompts.iter().filter(|&&i| waiting[i].left <= SHORT);
+    let short = prompts.iter().filter(|&&i| waiting[i].is_short());
     for &i in short {
         let of_others = if i == oldest { 0 } else { share };
         if waiting[i].left + of_others <= left {

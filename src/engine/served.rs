@@ -237,7 +237,7 @@ impl Served {
         if options.tuning == Tuning::Throughput {
             return true;
         }
-        let rows = rows.min(options.prompt_tokens.unwrap_or(rows));
+        let rows = prompt_share(options).part_beside(rows);
         let tokens = vec![0; rows.min(self.model.spec().max_positions)];
         let prepared = self
             .sequence(tokens.len(), KvType::default())

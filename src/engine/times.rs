@@ -13,8 +13,6 @@ const LONGEST: Duration = Duration::from_millis(20);
 const STEPS: f64 = 3.0;
 /// Where prompts have a small share, they prolong a pass by so many steps, which makes less than two in all.
 const LATENCY_STEPS: f64 = 0.9;
-/// Prompts of up to so many tokens make the passes of steps hardly longer.
-const SHORT: usize = 64;
 /// The longest pass beside steps for whose end a short prompt waits.
 const SHORT_WAIT: Duration = Duration::from_millis(45);
 /// Tokens of prompts that are measured; fewer take as long as a step.
@@ -36,11 +34,6 @@ impl PromptShare {
     /// in one pass between two of steps, which takes less time in all.
     pub(super) fn goes_beside(&self, waiting: &Waiting) -> bool {
         self.beside && waiting.is_prompt() && (self.is_small || waiting.left > LONG_PROMPT)
-    }
-
-    /// Whether tokens are those of a prompt that may run in the passes of steps as well: these grow little.
-    pub(super) fn is_short(waiting: &Waiting) -> bool {
-        waiting.left <= SHORT
     }
 
     /// Most tokens of a prompt in a pass beside steps, which has room for `most`.

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use NVFP4::base::call::{Cancel, Progress, Watch};
 use NVFP4::base::{ErrorKind, Result};
+use NVFP4::cuda::Gpu;
 use NVFP4::engine::Served;
 use NVFP4::model::{Device, KvType, LoadOptions};
 use NVFP4::session::{
@@ -112,15 +113,19 @@ fn passes_are_recorded_once() {
     assert_eq!(recorded_after_a_text(), first);
 }
 
-#[test]
-fn adjusted_logits_decide_on_a_gpu_too() {
-    let Some(gpu) = gpu() else { return };
-    // Deterministic, so that steps of two have the tokens of generations of one.
+/// A deterministic model: steps of two sessions have the tokens of generations of one.
+fn deterministic(gpu: Arc<Gpu>) -> Arc<Served> {
     let options = LoadOptions {
         deterministic: true,
         ..LoadOptions::new(Device::Cuda(gpu))
     };
-    let model = Served::load(&golden("qwen3_tied"), &options).unwrap();
+    Served::load(&golden("qwen3_tied"), &options).unwrap()
+}
+
+#[test]
+fn adjusted_logits_decide_on_a_gpu_too() {
+    let Some(gpu) = gpu() else { return };
+    let model = deterministic(gpu);
     let prompt = some_tokens(&model, 20);
     let new = || prompted(&model, &with_context(200), &prompt);
     let free = by_logits(&mut new(), 12);
@@ -176,12 +181,7 @@ fn adjusted_logits_decide_on_a_gpu_too() {
 #[test]
 fn samplers_choose_from_the_logits_of_a_gpu() {
     let Some(gpu) = gpu() else { return };
-    // Deterministic, so that steps of two have the tokens of generations of one.
-    let options = LoadOptions {
-        deterministic: true,
-        ..LoadOptions::new(Device::Cuda(gpu))
-    };
-    let model = Served::load(&golden("qwen3_tied"), &options).unwrap();
+    let model = deterministic(gpu);
     let prompt = some_tokens(&model, 20);
     let new = || prompted(&model, &with_context(200), &prompt);
     let sampling = SamplingOptions {

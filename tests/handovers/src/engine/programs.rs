@@ -115,19 +115,25 @@ fn sequence(id: u64) -> Sequence {
 /// Callers run in each other's passes, and each leads until its own tokens have run.
 pub fn callers_share_passes() {
     let served = Served::new(false, 16);
-    let caller = |id: u64, counts: [usize; 2]| {
-        let served = served.clone();
-        move || {
-            let mut own = sequence(id);
-            counts
-                .iter()
-                .for_each(|count| served.runs(&mut own, *count));
-        }
-    };
-    threads![caller(1, [40, 1]), caller(2, [1, 20]), caller(3, [1, 1])];
+    threads![
+        run_both(&served, 1, [40, 1]),
+        run_both(&served, 2, [1, 20]),
+        run_both(&served, 3, [1, 1])
+    ];
     crate::all_were_woken();
     assert_eq!(served.model.rows.load(SeqCst), 64);
     served.is_idle();
+}
+
+/// A thread that runs so many tokens of a sequence, and then so many more.
+fn run_both(served: &Arc<Served>, id: u64, counts: [usize; 2]) -> impl FnOnce() + use<> {
+    let served = served.clone();
+    move || {
+        let mut own = sequence(id);
+        counts
+            .iter()
+            .for_each(|count| served.runs(&mut own, *count));
+    }
 }
 
 fn generate(served: &Arc<Served>, id: u64, steps: usize) -> impl FnOnce() + use<> {
@@ -174,19 +180,10 @@ pub fn prompts_run_beside_steps() {
     ] {
         generators_wait_for_each_other(served.clone());
         let rows = served.model.rows.swap(0, SeqCst);
-        let prompts = |id: u64, counts: [usize; 2]| {
-            let served = served.clone();
-            move || {
-                let mut own = sequence(id);
-                counts
-                    .iter()
-                    .for_each(|count| served.runs(&mut own, *count));
-            }
-        };
         threads![
             generate(&served, 1, 4),
-            prompts(2, [long[0], 20]),
-            prompts(3, [long[1], 1])
+            run_both(&served, 2, [long[0], 20]),
+            run_both(&served, 3, [long[1], 1])
         ];
         crate::all_were_woken();
         let ran = served.model.rows.load(SeqCst);
