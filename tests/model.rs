@@ -1261,6 +1261,15 @@ fn wrong_shapes_and_leftovers_are_named() {
             "model.layers.1.mlp.down_proj.weight",
         ],
     );
+    let dir = Copy::of("glm4moe_grouped", "drafting");
+    dir.config("num_nextn_predict_layers", json!(0));
+    dir.refused(
+        ErrorKind::Unsupported,
+        &[
+            "7 tensors have no place in a glm4_moe model of 2 layers",
+            "model.layers.2.eh_proj.weight",
+        ],
+    );
     let dir = Copy::of("qwen3_untied", "norms");
     dir.config("model_type", json!("llama"));
     dir.refused(

@@ -76,6 +76,8 @@ enum Arch {
     Gemma4_26BA4B,
     #[value(name = "gemma-4-31b")]
     Gemma4_31B,
+    #[value(name = "glm-4.5-air")]
+    Glm45Air,
 }
 
 impl Arch {
@@ -180,6 +182,16 @@ impl Arch {
                     "num_global_key_value_heads": 4, "attention_k_eq_v": true, "intermediate_size": 21_504
                 }),
             ),
+            Arch::Glm45Air => json!({
+                "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096,
+                "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+                "partial_rotary_factor": 0.5, "intermediate_size": 10_944, "vocab_size": 151_552, "hidden_act": "silu",
+                "attention_bias": true, "use_qk_norm": false, "first_k_dense_replace": 1, "n_routed_experts": 128,
+                "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408, "n_group": 1,
+                "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 0,
+                "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+                "rope_scaling": null, "torch_dtype": "bfloat16"
+            }),
             Arch::GptOss20B => gpt_oss(24, 32),
             Arch::GptOss120B => gpt_oss(36, 128),
             Arch::Tiny => with(

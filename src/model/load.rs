@@ -549,7 +549,7 @@ fn check_nothing_left_out(
         .filter(|n| n.starts_with("model.layers.") || n.starts_with("layers."))
         .filter(|n| !used.contains(n))
         .filter(|n| n.ends_with(".weight") || n.ends_with(".bias"))
-        .filter(|n| !is_of_shared_keys(spec, n))
+        .filter(|n| !is_of_shared_keys(spec, n) && !is_of_unread_layer(spec, n))
         .map(str::to_owned)
         .collect();
     if !extra.is_empty() {
@@ -565,17 +565,25 @@ fn check_nothing_left_out(
     Ok(())
 }
 
+/// The number of the block that a tensor belongs to, and its name there.
+fn within_block(name: &str) -> Option<(usize, &str)> {
+    let name = name.strip_prefix("model.").unwrap_or(name);
+    let (index, rest) = name.strip_prefix("layers.")?.split_once('.')?;
+    Some((index.parse().ok()?, rest))
+}
+
+/// Whether a tensor belongs to a block after the model's own that is not read.
+fn is_of_unread_layer(spec: &Spec, name: &str) -> bool {
+    let own = spec.blocks.len();
+    within_block(name).is_some_and(|(index, _)| (own..own + spec.unread_layers).contains(&index))
+}
+
 /// Whether a tensor would give keys or values of a block that takes those of another. Files hold such tensors, unused.
 pub(super) fn is_of_shared_keys(spec: &Spec, name: &str) -> bool {
-    let name = name.strip_prefix("model.").unwrap_or(name);
-    let Some((index, rest)) = name
-        .strip_prefix("layers.")
-        .and_then(|name| name.split_once('.'))
-    else {
+    let Some((index, rest)) = within_block(name) else {
         return false;
     };
-    let block = index.parse().ok().and_then(|i: usize| spec.blocks.get(i));
-    let attention = block.and_then(BlockSpec::attention);
+    let attention = spec.blocks.get(index).and_then(BlockSpec::attention);
     attention.is_some_and(|a| !a.has_own_keys())
         && UNSHARED.iter().any(|part| rest.starts_with(part))
 }

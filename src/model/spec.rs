@@ -45,6 +45,8 @@ pub struct Spec {
     /// Other names of the family's files: the start of a usual name, within the block if it belongs to one, and what stands for it. The
     /// first match applies.
     pub renamed: &'static [(&'static str, &'static str)],
+    /// Blocks that files hold after the model's own, which draft further tokens and are not read.
+    pub unread_layers: usize,
     /// Tokens that end a text.
     pub eos: Vec<u32>,
     /// The token that begins a text, if the config names one.

@@ -25,8 +25,9 @@ pub struct FamilySupport {
     pub training_on_gpu: Option<String>,
 }
 
-/// Widths of experts that stand for defaults. That of Nemotron-H's class is no multiple of the blocks of NVFP4.
-const EXPERT_WIDTHS: [(&str, usize); 2] = [
+/// Sizes that stand for defaults. The experts of Nemotron-H's class are no multiple of the blocks of NVFP4, and GLM's class has heads of no size.
+const SIZES: [(&str, usize); 3] = [
+    ("head_dim", 128),
     ("moe_intermediate_size", 512),
     ("moe_shared_expert_intermediate_size", 512),
 ];
@@ -35,8 +36,8 @@ const EXPERT_WIDTHS: [(&str, usize); 2] = [
 pub fn known() -> Result<Vec<FamilySupport>> {
     let of = |family: &families::Family| {
         let mut config = json!({"model_type": family.model_type});
-        for (key, width) in EXPERT_WIDTHS {
-            config[key] = width.into();
+        for (key, size) in SIZES {
+            config[key] = size.into();
         }
         let spec = families::read(&config)?;
         Ok(FamilySupport {

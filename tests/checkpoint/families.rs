@@ -50,11 +50,12 @@ struct Case {
     names: &'static [(&'static str, &'static str)],
     integers: &'static [(&'static str, u32)],
     floats: &'static [(&'static str, f32)],
+    flags: &'static [(&'static str, bool)],
     /// Plain vectors that the file has beside weights.
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 7] = [
+const CASES: [Case; 8] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -64,6 +65,7 @@ const CASES: [Case; 7] = [
             ("attention.sliding_window", 9),
         ],
         floats: &[("rope.freq_base", 1e4)],
+        flags: &[],
         vectors: &[],
     },
     Case {
@@ -80,6 +82,7 @@ const CASES: [Case; 7] = [
             ("attention.sliding_window_pattern", 3),
         ],
         floats: &[("rope.freq_base", 1e6), ("rope.scaling.factor", 8.0)],
+        flags: &[],
         vectors: &[],
     },
     Case {
@@ -98,6 +101,7 @@ const CASES: [Case; 7] = [
             ("expert_feed_forward_length", 32),
         ],
         floats: &[("rope.freq_base", 1e6)],
+        flags: &[],
         vectors: &[],
     },
     Case {
@@ -123,6 +127,7 @@ const CASES: [Case; 7] = [
         ],
         // 0 is no factor.
         floats: &[("rope.freq_base", 1e6), ("rope.scaling.factor", 0.0)],
+        flags: &[],
         vectors: &[],
     },
     Case {
@@ -135,6 +140,7 @@ const CASES: [Case; 7] = [
             ("rope.scaling.original_context_length", 256),
         ],
         floats: &[("rope.freq_base", 1e4)],
+        flags: &[],
         vectors: &[],
     },
     Case {
@@ -147,6 +153,7 @@ const CASES: [Case; 7] = [
             ("rope.scaling.original_context_length", 256),
         ],
         floats: &[("rope.freq_base", 1e4)],
+        flags: &[],
         vectors: &[],
     },
     Case {
@@ -163,11 +170,43 @@ const CASES: [Case; 7] = [
             ("rope.freq_base", 1e4),
             ("rope.scaling.attn_factor", std::f32::consts::SQRT_2),
         ],
+        flags: &[],
         vectors: &[
             ("rope_factors_short.weight", &[1.0, 1.1, 1.2, 1.3, 1.5, 1.7]),
             ("rope_factors_long.weight", &[1.0, 2.0, 3.0, 5.0, 8.0, 13.0]),
         ],
     },
+    Case {
+        golden: "glm4moe_biased",
+        architecture: "glm4moe",
+        names: GLM4_MOE,
+        integers: &[
+            ("attention.key_length", 32),
+            ("rope.dimension_count", 16),
+            ("expert_count", 6),
+            ("expert_used_count", 2),
+            ("expert_shared_count", 1),
+            ("expert_feed_forward_length", 32),
+            ("expert_gating_func", 2),
+            ("leading_dense_block_count", 1),
+            ("nextn_predict_layers", 0),
+        ],
+        floats: &[("rope.freq_base", 1e6), ("expert_weights_scale", 1.0)],
+        flags: &[("expert_weights_norm", true)],
+        vectors: &[],
+    },
+];
+
+const GLM4_MOE: &[(&str, &str)] = &[
+    ("post_attention_layernorm", "post_attention_norm"),
+    ("mlp.gate", "ffn_gate_inp"),
+    ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
+    ("mlp.experts.gate_proj", "ffn_gate_exps"),
+    ("mlp.experts.up_proj", "ffn_up_exps"),
+    ("mlp.experts.down_proj", "ffn_down_exps"),
+    ("mlp.shared_experts.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_experts.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_experts.down_proj", "ffn_down_shexp"),
 ];
 
 const PHI3: &[(&str, &str)] = &[
@@ -196,17 +235,22 @@ const NAMES: [(&str, &str); 14] = [
 impl Case {
     /// The GGUF name of the tensor with the logical name `name`, without the expert's number.
     fn gguf_name(&self, name: &str) -> String {
-        let (stem, suffix) = name.rsplit_once('.').unwrap();
-        let lookup = |stem: &str| {
-            let all = self.names.iter().chain(&NAMES);
-            let found = all.clone().find(|(logical, _)| *logical == stem);
-            found.unwrap_or_else(|| panic!("{stem}")).1
+        let find = |name: &str| {
+            let mut all = self.names.iter().chain(&NAMES);
+            Some(all.find(|(logical, _)| *logical == name)?.1)
         };
-        match stem.strip_prefix("model.layers.") {
-            None => format!("{}.{suffix}", lookup(stem)),
+        // Some tensors have a name with its suffix.
+        let lookup = |name: &str| {
+            let (stem, suffix) = name.rsplit_once('.').unwrap();
+            let with_suffix = || Some(format!("{}.{suffix}", find(stem)?));
+            let found = find(name).map(str::to_owned).or_else(with_suffix);
+            found.unwrap_or_else(|| panic!("{name}"))
+        };
+        match name.strip_prefix("model.layers.") {
+            None => lookup(name),
             Some(rest) => {
-                let (layer, stem) = rest.split_once('.').unwrap();
-                format!("blk.{layer}.{}.{suffix}", lookup(stem))
+                let (layer, name) = rest.split_once('.').unwrap();
+                format!("blk.{layer}.{}", lookup(name))
             }
         }
     }
@@ -255,6 +299,9 @@ impl Case {
         }
         for (name, value) in self.floats {
             gguf = gguf.with_pair(float(&key(name), *value));
+        }
+        for (name, value) in self.flags {
+            gguf = gguf.with_pair(Gguf::pair(&key(name), 7, &[u8::from(*value)]));
         }
         if let Some(eos) = config["eos_token_id"].as_u64() {
             gguf = gguf.with_pair(integer("tokenizer.ggml.eos_token_id", eos as u32));

@@ -7,7 +7,7 @@ use super::{json, published, published_template, with_fixed_date};
 
 /// Templates of models that run here, each with the text that it writes after an answer, and whether it writes the reasoning before a call,
 /// and before other answers.
-const TEMPLATES: [(&str, &str, bool, bool); 9] = [
+const TEMPLATES: [(&str, &str, bool, bool); 10] = [
     ("Qwen3.5-4B", "<|im_end|>", true, true),
     ("qwen3", "<|im_end|>", true, true),
     ("Qwen3-Coder", "<|im_end|>", false, false),
@@ -27,6 +27,7 @@ const TEMPLATES: [(&str, &str, bool, bool); 9] = [
         false,
     ),
     ("mistralai-Mistral-Nemo-Instruct-2407", "</s>", false, false),
+    ("GLM-4.6", "", true, true),
 ];
 
 /// Texts after a call that ends a turn, where those are not the ones after other answers.

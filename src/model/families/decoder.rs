@@ -1,13 +1,15 @@
 //! Parts of a config common to all families: sizes, heads, biases, rotation, and a default block from which a family changes single layers.
 
+use serde_json::{Map, Value, json};
+
 use crate::base::Result;
-use crate::base::error::bail;
+use crate::base::error::{bail, err};
 use crate::format::nvfp4::BLOCK;
 use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
     Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues,
-    MixerSpec, MlpSpec, NormNames, NormPlacement, PerLayerSpec, Scoring, Spec,
+    MixerSpec, MlpSpec, NormNames, NormPlacement, PerLayerSpec, Scoring, SigmoidScoring, Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
@@ -106,6 +108,7 @@ impl Decoder {
                 drafter: None,
                 norm_names: NormNames::PRE,
                 renamed: &[],
+                unread_layers: 0,
                 eos: keys.ids("eos_token_id")?,
                 bos: keys.ids("bos_token_id")?.first().copied(),
             },
@@ -334,9 +337,9 @@ pub(super) fn expert_counts(
     Ok((count, per_token))
 }
 
-/// The experts described by Qwen's keys.
-pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
-    let (count, per_token) = expert_counts(keys, "num_experts", "num_experts_per_tok")?;
+/// The experts described by Qwen's keys, their number by `count_key`.
+pub(super) fn experts(keys: &Keys<'_>, count_key: &str) -> Result<ExpertsSpec> {
+    let (count, per_token) = expert_counts(keys, count_key, "num_experts_per_tok")?;
     Ok(ExpertsSpec {
         count,
         per_token,
@@ -353,6 +356,42 @@ pub(super) fn experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
         },
         shared: None,
     })
+}
+
+/// Scores by sigmoids, from DeepSeek's keys, for `per_token` experts of `count`.
+pub(super) fn sigmoid_scoring(
+    keys: &Keys<'_>,
+    (count, per_token): (usize, usize),
+) -> Result<Scoring> {
+    let scale = keys.number("routed_scaling_factor")?.unwrap_or(1.0);
+    if !(scale > 0.0 && scale.is_finite()) {
+        bail!(
+            CorruptFile,
+            "config: 'routed_scaling_factor' is {scale}; expected a positive number"
+        );
+    }
+    let scoring = SigmoidScoring {
+        groups: keys.size("n_group")?.unwrap_or(1),
+        top_groups: keys.size("topk_group")?.unwrap_or(1),
+        scale: scale as f32,
+    };
+    scoring.check(count, per_token).map_err(|e| {
+        err!(
+            CorruptFile,
+            "config: n_group and topk_group say {}",
+            e.message()
+        )
+    })?;
+    Ok(Scoring::Sigmoid(scoring))
+}
+
+/// The config with `part` as the part of a head that rotates, if it says none.
+pub(super) fn with_rotary_part(keys: &Keys<'_>, part: f64) -> Result<Map<String, Value>> {
+    let mut config = keys.0.clone();
+    if keys.number("partial_rotary_factor")?.is_none() {
+        config.insert("partial_rotary_factor".to_owned(), json!(part));
+    }
+    Ok(config)
 }
 
 /// The layers with experts, from Qwen's keys: every `decoder_sparse_step`th, except `mlp_only_layers`.

@@ -36,7 +36,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.read_attention_bias(keys)?;
     decoder.block.attention.sinks = true;
-    let experts = experts(keys)?;
+    let experts = experts(keys, "num_experts")?;
     decoder.block.mlp = MlpSpec::Experts(ExpertsSpec {
         normalized: true,
         router_bias: true,

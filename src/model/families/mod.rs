@@ -6,6 +6,7 @@ mod family;
 mod gemma3;
 mod gemma4;
 mod gguf;
+mod glm;
 mod gpt_oss;
 mod llama;
 mod mistral;
@@ -44,6 +45,7 @@ pub const FAMILIES: &[Family] = &[
     nemotron::NEMOTRON_H,
     gpt_oss::GPT_OSS,
     gemma4::GEMMA4,
+    glm::GLM4_MOE,
 ];
 
 /// The families whose GGUF files are translated.
@@ -230,7 +232,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4_moe",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -414,6 +416,13 @@ mod tests {
             let want = expected["thetas"][spec.ropes.len() - 1].as_f64().unwrap();
             if probe["config"]["partial_rotary_factor"].is_null() {
                 assert!((base(0) / want - 1.0).abs() < 1e-3, "{probe}");
+            }
+            if let Some(rotary_dim) = expected["rotary_dim"].as_u64() {
+                assert_eq!(
+                    spec.ropes[0].table.rotary_dim() as u64,
+                    rotary_dim,
+                    "{probe}"
+                );
             }
             if let Some(heads) = expected["heads"].as_array() {
                 let of_block = |block: &BlockSpec| {

@@ -5,14 +5,15 @@ use serde_json::{Value, json};
 
 use super::decoder::{
     Decoder, HEAD_MULTIPLE, MOST_TAPS, MOST_WIDTH, expert_counts, intermediate_size,
+    sigmoid_scoring,
 };
 use super::family::Family;
 use crate::base::Result;
-use crate::base::error::{bail, err};
+use crate::base::error::bail;
 use crate::model::keys::Keys;
 use crate::model::spec::{
     Activation, DenseMlpSpec, ExpertNames, ExpertsSpec, Mamba2Spec, MixerSpec, MlpSpec, NormNames,
-    Scoring, SharedExpertSpec, SigmoidScoring, Spec,
+    SharedExpertSpec, Spec,
 };
 use crate::tensor::MambaShape;
 
@@ -258,25 +259,6 @@ fn step_limits(keys: &Keys<'_>) -> Result<[f32; 2]> {
 /// The mixture, with a shared expert. `mlp` is what all MLPs of the model have in common.
 fn experts(keys: &Keys<'_>, mlp: DenseMlpSpec) -> Result<ExpertsSpec> {
     let (count, per_token) = expert_counts(keys, "num_local_experts", "num_experts_per_tok")?;
-    let scale = keys.number("routed_scaling_factor")?.unwrap_or(1.0);
-    if !(scale > 0.0 && scale.is_finite()) {
-        bail!(
-            CorruptFile,
-            "config: 'routed_scaling_factor' is {scale}; expected a positive number"
-        );
-    }
-    let scoring = SigmoidScoring {
-        groups: keys.size("n_group")?.unwrap_or(1),
-        top_groups: keys.size("topk_group")?.unwrap_or(1),
-        scale: scale as f32,
-    };
-    scoring.check(count, per_token).map_err(|e| {
-        err!(
-            CorruptFile,
-            "config: n_group and topk_group say {}",
-            e.message()
-        )
-    })?;
     if let Some(n) = keys.count("n_shared_experts")?.filter(|n| *n != 1) {
         bail!(
             Unsupported,
@@ -287,7 +269,7 @@ fn experts(keys: &Keys<'_>, mlp: DenseMlpSpec) -> Result<ExpertsSpec> {
         count,
         per_token,
         normalized: keys.flag("norm_topk_prob")? == Some(true),
-        scoring: Scoring::Sigmoid(scoring),
+        scoring: sigmoid_scoring(keys, (count, per_token))?,
         router_bias: false,
         router_scaled: false,
         names: ExpertNames::Qwen,

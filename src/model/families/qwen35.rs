@@ -1,10 +1,11 @@
 //! Qwen3.5, whose later versions have the same kinds of blocks, and Qwen3-Next: gated delta nets in most layers and gated attention in the
 //! others, with a dense MLP or a mixture of experts that has a shared one.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::decoder::{
     Decoder, HEAD_MULTIPLE, MOST_TAPS, MOST_WIDTH, expert_layers, experts, intermediate_size,
+    with_rotary_part,
 };
 use super::family::Family;
 use crate::base::Result;
@@ -86,7 +87,7 @@ fn qwen3_next_defaults() -> Value {
 }
 
 fn qwen3_5(keys: &Keys<'_>) -> Result<Spec> {
-    let config = with_rotary_part(keys)?;
+    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
     let decoder = Decoder::read(&Keys(&config))?;
     decoder.refuse_experts(keys)?;
     finish(decoder, keys, DeltaProjections::ByRole, |_| None)
@@ -94,7 +95,7 @@ fn qwen3_5(keys: &Keys<'_>) -> Result<Spec> {
 
 /// Always divides the weights of chosen experts by their sum, and has experts in every layer.
 fn qwen3_5_moe(keys: &Keys<'_>) -> Result<Spec> {
-    let mut config = with_rotary_part(keys)?;
+    let mut config = with_rotary_part(keys, PARTIAL_ROTARY)?;
     if let Some(width) = keys.get("moe_intermediate_size") {
         // There is no dense layer.
         config.insert("intermediate_size".to_owned(), width.clone());
@@ -108,7 +109,7 @@ fn qwen3_5_moe(keys: &Keys<'_>) -> Result<Spec> {
 }
 
 fn qwen3_next(keys: &Keys<'_>) -> Result<Spec> {
-    let config = with_rotary_part(keys)?;
+    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
     let decoder = Decoder::read(&Keys(&config))?;
     let (experts, has_experts) = (shared_experts(keys)?, expert_layers(keys)?);
     finish(decoder, keys, DeltaProjections::ByHead, |layer| {
@@ -116,17 +117,8 @@ fn qwen3_next(keys: &Keys<'_>) -> Result<Spec> {
     })
 }
 
-/// The config with the default part of a head that rotates.
-fn with_rotary_part(keys: &Keys<'_>) -> Result<Map<String, Value>> {
-    let mut config = keys.0.clone();
-    if keys.number("partial_rotary_factor")?.is_none() {
-        config.insert("partial_rotary_factor".to_owned(), json!(PARTIAL_ROTARY));
-    }
-    Ok(config)
-}
-
 fn shared_experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
-    let experts = experts(keys)?;
+    let experts = experts(keys, "num_experts")?;
     let mlp = DenseMlpSpec {
         intermediate_size: intermediate_size(keys, "shared_expert_intermediate_size")?,
         ..experts.expert

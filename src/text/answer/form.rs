@@ -1,7 +1,7 @@
 //! Detects how a model writes reasoning and tool calls, from its chat template and its tokens.
 
 use super::section::ToolCallForm;
-use super::{deepseek, gemma, harmony, json, llama, mistral, python, xml};
+use super::{deepseek, gemma, glm, harmony, json, llama, mistral, python, xml};
 use crate::text::TokenRole;
 
 /// The marks around reasoning.
@@ -59,7 +59,7 @@ static HARMONY: Reasoning = Reasoning {
 
 /// The forms, each with texts that its templates contain. The first form whose texts all occur is chosen, so a form precedes those that
 /// share some of its texts.
-static FORMS: [(&dyn ToolCallForm, &[&str]); 17] = [
+static FORMS: [(&dyn ToolCallForm, &[&str]); 18] = [
     (&mistral::WITH_ID, &["[TOOL_CALLS]", "[CALL_ID]"]),
     (&mistral::WITH_NAME, &["[TOOL_CALLS]", "[ARGS]"]),
     (&mistral::LIST, &["[TOOL_CALLS]"]),
@@ -75,6 +75,7 @@ static FORMS: [(&dyn ToolCallForm, &[&str]); 17] = [
     (&python::LFM2, &["<|tool_call_start|>"]),
     (&json::NEMOTRON, &["<TOOLCALL>"]),
     (&xml::QWEN_CODER, &["<tool_call>", "<function="]),
+    (&glm::Glm, &["<tool_call>", "<arg_key>"]),
     (&json::HERMES, &["<tool_call>"]),
     (&json::PHI, &["<|tool_call|>", "<|/tool_call|>"]),
     (&json::GRANITE, &["<|tool_call|>"]),
@@ -221,6 +222,9 @@ mod tests {
             &["<|tool_call|>", "<|/tool_call|>"],
         );
         assert_eq!(closed.shown_tokens(), ["<|tool_call|>", "<|/tool_call|>"]);
+        let glm = found("<tool_call>f\n<arg_key>k</arg_key>", &["<arg_key>"]);
+        assert_eq!(glm.calls.unwrap().marks()[1], "<arg_key>");
+        assert_eq!(glm.shown_tokens(), ["<arg_key>"]);
         let coder = found("<tool_call>\n<function=f>", &[]).calls.unwrap();
         assert_eq!(coder.begins()[1], "<function=");
     }

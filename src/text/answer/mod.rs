@@ -7,6 +7,7 @@ mod cursor;
 mod deepseek;
 mod form;
 mod gemma;
+mod glm;
 mod harmony;
 mod held;
 mod json;

@@ -7,14 +7,15 @@ use proptest::prelude::*;
 use super::form::AnswerForm;
 use super::parser::{AnswerParser, Event};
 use super::section::ToolCallForm;
-use super::{deepseek, gemma, json, llama, mistral, python, xml};
+use super::{deepseek, gemma, glm, json, llama, mistral, python, xml};
 use crate::base::env;
 use crate::text::ToolCall;
 
-static ALL: [&dyn ToolCallForm; 14] = [
+static ALL: [&dyn ToolCallForm; 15] = [
     &deepseek::PLAIN,
     &gemma::FUNCTION_GEMMA,
     &gemma::GEMMA4,
+    &glm::Glm,
     &json::HERMES,
     &json::GRANITE,
     &json::PHI,
@@ -270,6 +271,7 @@ fn fragment() -> impl Strategy<Value = String> {
         "</function>",
         "<parameter=a>",
         "</parameter>",
+        "<arg_key>a</arg_key><arg_value>1</arg_value>",
         "```",
         "json\n",
         "{}",

@@ -34,6 +34,7 @@ FAMILIES = {
     "nemotron_h": "nemotron_h",
     "gpt_oss": "gpt_oss",
     "gemma4": "gemma4_text",
+    "glm4_moe": "glm4_moe",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
@@ -159,6 +160,15 @@ PROBES["gemma4"] = COMMON + [
 ]
 
 
+PROBES["glm4_moe"] = COMMON + [
+    dict(n_routed_experts=12, num_experts_per_tok=3, first_k_dense_replace=3),
+    dict(num_local_experts=12, norm_topk_prob=False),
+    dict(partial_rotary_factor=0.25),
+    dict(rope_parameters=dict(rope_theta=3e4, rope_type="default")),
+    dict(rope_scaling=None, rope_theta=3e4),
+]
+
+
 for kind in ["llama", "phi3", "qwen2", "qwen3"]:
     PROBES[kind] = PROBES[kind] + [dict(num_key_value_heads=None)]
 
@@ -201,7 +211,13 @@ def resolved(model_type, probe):
         keys = ["num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"]
         out["state"] = [getattr(config, "linear_" + key) for key in keys]
         out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
-    if "num_local_experts" in fields and "decoder_sparse_step" not in fields:
+    if "partial_rotary_factor" in config.rope_parameters:
+        out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
+    if "first_k_dense_replace" in fields:
+        out["experts"] = [0 if i < config.first_k_dense_replace else config.n_routed_experts for i in range(layers)]
+        out["experts_per_token"] = config.num_experts_per_tok
+        out["normalized"] = config.norm_topk_prob
+    elif "num_local_experts" in fields and "decoder_sparse_step" not in fields:
         out["experts"] = [config.num_local_experts] * layers
         out["experts_per_token"] = config.num_experts_per_tok
         out["normalized"] = True

@@ -313,6 +313,27 @@ CASES["gemma4_shared"] = ("Gemma4", dict(
 CASES["gemma4_beside"] = ("Gemma4", dict(
     GEMMA4, num_hidden_layers=3, layer_types=["sliding_attention", "sliding_attention", "full_attention"], head_dim=32, global_head_dim=64,
     num_global_key_value_heads=1, attention_k_eq_v=True, enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=32))
+# The first layer is dense; half of each head rotates.
+GLM4_MOE = dict(
+    SMALL,
+    hidden_size=64,
+    num_hidden_layers=3,
+    head_dim=32,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    tie_word_embeddings=False,
+    num_nextn_predict_layers=0,
+)
+CASES["glm4moe_biased"] = ("Glm4Moe", dict(
+    GLM4_MOE, attention_bias=True, **rope(rope_theta=1e6, rope_type="default", partial_rotary_factor=0.5)))
+# As published: the part that rotates is the default or beside the base, and a layer that drafts follows the others.
+CASES["glm4moe_grouped"] = ("Glm4Moe", dict(
+    GLM4_MOE, hidden_size=48, num_hidden_layers=2, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
+    norm_topk_prob=False, routed_scaling_factor=2.5, n_shared_experts=2, moe_intermediate_size=16, num_nextn_predict_layers=1,
+    **rope(rope_theta=1e6, rope_type="default")))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -336,7 +357,7 @@ VISION = {
         deepstack_visual_indexes=[]),
 }
 # In these the config is written with the words of older files.
-OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope", "qwen3next_shared"}
+OLD_WORDS = {"qwen2_untied", "llama_linear", "qwen2_yarn", "llama_llama3", "gemma3_narrow", "phi3_longrope", "qwen3next_shared", "glm4moe_grouped"}
 # As families are called in classes and in `model_type`.
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig", "Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 TYPES = {
@@ -349,6 +370,7 @@ TYPES = {
     "Qwen3Next": "qwen3_next",
     "NemotronH": "nemotron_h",
     "GptOss": "gpt_oss",
+    "Glm4Moe": "glm4_moe",
 }
 LENGTHS = [7, 33]
 # Recurrent layers take 64 tokens at once here: this is more.
@@ -446,6 +468,16 @@ def unread(settings, config):
             shape = (of_layer.num_key_value_heads * of_layer.head_dim, settings["hidden_size"])
             for part, value in {"k_proj": torch.ones(shape), "v_proj": torch.ones(shape), "k_norm": torch.ones(of_layer.head_dim)}.items():
                 found[f"model.layers.{layer}.self_attn.{part}.weight"] = value.bfloat16()
+    return found
+
+
+def drafting(settings):
+    """Tensors of the layer after the last, which drafts, as published files of GLM-4.5 name them."""
+    hidden, layer = settings["hidden_size"], f"model.layers.{settings['num_hidden_layers']}"
+    vectors = ["enorm", "hnorm", "shared_head.norm", "input_layernorm", "self_attn.q_norm"]
+    found = {f"{layer}.{part}.weight": torch.ones(hidden).bfloat16() for part in vectors}
+    found[f"{layer}.eh_proj.weight"] = torch.ones(hidden, 2 * hidden).bfloat16()
+    found[f"{layer}.mlp.experts.0.up_proj.weight"] = torch.ones(16, hidden).bfloat16()
     return found
 
 
@@ -658,6 +690,8 @@ def make(name, family, settings, seed):
     out.mkdir()
     if name == "gemma4_perlayer":
         stored.update(unread(settings, config))
+    if settings.get("num_nextn_predict_layers"):
+        stored.update(drafting(settings))
     if name in NESTED:
         stored = nested(stored, *NESTED[name][:2], beside(name, settings, random))
     if name in PUBLISHED:

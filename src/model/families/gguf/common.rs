@@ -38,6 +38,12 @@ pub(super) const MLP: Names = &[
     ("ffn_down", "mlp.down_proj"),
 ];
 
+/// Norms before each half of a block, the second by its name in transformers.
+pub(super) const BLOCK_NORMS: Names = &[
+    ("attn_norm", "input_layernorm"),
+    ("post_attention_norm", "post_attention_layernorm"),
+];
+
 /// Norms before and after each half of a block.
 pub(super) const NORMS_AROUND_HALVES: Names = &[
     ("attn_norm", "input_layernorm"),
@@ -197,6 +203,27 @@ pub(super) fn window(metadata: &GgufMetadata<'_>) -> Result<Option<u64>> {
     Ok(metadata
         .integer("attention.sliding_window")?
         .filter(|&window| window > 0))
+}
+
+/// How experts are chosen that sigmoids score. llama.cpp takes 0 groups for one, and a scale of 0 for none.
+pub(super) fn sigmoid_scoring(
+    metadata: &GgufMetadata<'_>,
+    config: &mut Map<String, Value>,
+) -> Result<()> {
+    for (key, gguf) in [
+        ("n_group", "expert_group_count"),
+        ("topk_group", "expert_group_used_count"),
+    ] {
+        let count = metadata.integer(gguf)?.unwrap_or(0).max(1);
+        config.insert(key.into(), json!(count));
+    }
+    let scale = metadata
+        .float("expert_weights_scale")?
+        .filter(|&s| s != 0.0);
+    config.insert("routed_scaling_factor".into(), json!(scale.unwrap_or(1.0)));
+    let normalized = metadata.boolean("expert_weights_norm")?.unwrap_or(false);
+    config.insert("norm_topk_prob".into(), json!(normalized));
+    Ok(())
 }
 
 /// The width of an expert, and the counts of experts, which are null if the file lacks them.

@@ -3,6 +3,7 @@
 mod common;
 mod gemma3;
 mod gemma4;
+mod glm;
 mod gpt_oss;
 mod llama;
 mod nemotron;
@@ -31,4 +32,5 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     nemotron::NEMOTRON_H,
     nemotron::NEMOTRON_H_MOE,
     gemma4::GEMMA4,
+    glm::GLM4_MOE,
 ];

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::common::{EXPERTS_PER_TOKEN, PLAIN, by_block, required, same_in};
+use super::common::{EXPERTS_PER_TOKEN, PLAIN, by_block, required, same_in, sigmoid_scoring};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
@@ -99,7 +99,7 @@ fn config(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
         recurrent(metadata, config)?;
     }
     if pattern.contains('E') {
-        experts(metadata, config)?;
+        sigmoid_scoring(metadata, config)?;
     }
     for (key, bias) in [
         ("use_bias", ".ssm_in.bias"),
@@ -149,23 +149,5 @@ fn recurrent(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Re
         );
     }
     config.insert("mamba_head_dim".into(), json!(sizes.1 / sizes.0));
-    Ok(())
-}
-
-/// The choice of experts. llama.cpp takes 0 groups for one, and a scale of 0 for none.
-fn experts(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    for (key, gguf) in [
-        ("n_group", "expert_group_count"),
-        ("topk_group", "expert_group_used_count"),
-    ] {
-        let count = metadata.integer(gguf)?.unwrap_or(0).max(1);
-        config.insert(key.into(), json!(count));
-    }
-    let scale = metadata
-        .float("expert_weights_scale")?
-        .filter(|&s| s != 0.0);
-    config.insert("routed_scaling_factor".into(), json!(scale.unwrap_or(1.0)));
-    let normalized = metadata.boolean("expert_weights_norm")?.unwrap_or(false);
-    config.insert("norm_topk_prob".into(), json!(normalized));
     Ok(())
 }

@@ -3,15 +3,11 @@
 use serde_json::{Map, Value, json};
 
 use super::common::{
-    ATTENTION, EXPERTS, EXPERTS_PER_TOKEN, MLP, Names, PLAIN, SHARED_EXPERT, experts, required,
+    ATTENTION, BLOCK_NORMS, EXPERTS, EXPERTS_PER_TOKEN, MLP, Names, PLAIN, SHARED_EXPERT, experts,
+    required,
 };
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata, GgufValueHeads};
-
-const BLOCK_NORMS: Names = &[
-    ("attn_norm", "input_layernorm"),
-    ("post_attention_norm", "post_attention_layernorm"),
-];
 
 const DELTA: Names = &[
     ("attn_qkv", "linear_attn.in_proj_qkv"),

@@ -1,0 +1,50 @@
+//! GLM-4.5 and later in GGUF.
+
+use serde_json::{Map, Value, json};
+
+use super::common::{
+    ATTENTION, BLOCK_NORMS, EXPERTS, EXPERTS_PER_TOKEN, MLP, PLAIN, experts, sigmoid_scoring,
+};
+use crate::base::Result;
+use crate::checkpoint::{GgufFamily, GgufKind, GgufMetadata};
+
+pub(super) const GLM4_MOE: GgufFamily = GgufFamily {
+    architecture: "glm4moe",
+    model_type: "glm4_moe",
+    class: "Glm4MoeForCausalLM",
+    per_layer: &[
+        BLOCK_NORMS,
+        ATTENTION,
+        MLP,
+        EXPERTS,
+        &[
+            ("exp_probs_b.bias", "mlp.gate.e_score_correction_bias"),
+            ("ffn_gate_shexp", "mlp.shared_experts.gate_proj"),
+            ("ffn_up_shexp", "mlp.shared_experts.up_proj"),
+            ("ffn_down_shexp", "mlp.shared_experts.down_proj"),
+        ],
+    ],
+    keys: &[
+        ("n_routed_experts", "expert_count", GgufKind::Integer),
+        EXPERTS_PER_TOKEN,
+        ("n_shared_experts", "expert_shared_count", GgufKind::Integer),
+        (
+            "first_k_dense_replace",
+            "leading_dense_block_count",
+            GgufKind::Integer,
+        ),
+    ],
+    config,
+    ..PLAIN
+};
+
+fn config(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    experts(metadata, config)?;
+    sigmoid_scoring(metadata, config)?;
+    let normalizes_heads = metadata.any_ends_with(".attn_q_norm.weight");
+    config.insert("use_qk_norm".into(), json!(normalizes_heads));
+    // Blocks that draft have other names here.
+    config.insert("num_nextn_predict_layers".into(), json!(0));
+    config.entry("partial_rotary_factor").or_insert(json!(1.0));
+    Ok(())
+}

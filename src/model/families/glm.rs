@@ -1,0 +1,133 @@
+//! GLM-4.5 and later: dense layers first, then mixtures with a shared expert whose experts are scored by sigmoids; half of each head rotates.
+
+use serde_json::{Value, json};
+
+use super::decoder::{Decoder, experts, sigmoid_scoring, with_rotary_part};
+use super::family::Family;
+use crate::base::Result;
+use crate::base::error::bail;
+use crate::model::keys::{Keys, LARGEST};
+use crate::model::spec::{DenseMlpSpec, ExpertsSpec, MlpSpec, SharedExpertSpec, Spec};
+
+pub(super) const GLM4_MOE: Family = Family {
+    model_type: "glm4_moe",
+    class: "Glm4MoeForCausalLM",
+    defaults: glm4_moe_defaults,
+    renamed: &[
+        ("n_routed_experts", "num_local_experts"),
+        ("num_nextn_predict_layers", "num_mtp_layers"),
+    ],
+    read: glm4_moe,
+};
+
+/// The part of a head that rotates, if the config does not say.
+const PARTIAL_ROTARY: f64 = 0.5;
+
+/// The names of the shared expert in files.
+const NAMES: &[(&str, &str)] = &[("mlp.shared_expert.", "mlp.shared_experts.")];
+
+fn glm4_moe_defaults() -> Value {
+    json!({
+        "vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46,
+        "num_attention_heads": 96, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "rope_parameters": null, "attention_bias": false,
+        "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_local_experts": 128,
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": true,
+        "use_qk_norm": false, "num_mtp_layers": 1
+    })
+}
+
+fn glm4_moe(keys: &Keys<'_>) -> Result<Spec> {
+    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
+    let mut decoder = Decoder::read(&Keys(&config))?;
+    decoder.block.attention.qkv_bias = keys.flag("attention_bias")? == Some(true);
+    decoder.block.attention.qk_norm = keys.flag("use_qk_norm")? == Some(true);
+    decoder.spec.renamed = NAMES;
+    decoder.spec.unread_layers = keys.count("num_mtp_layers")?.unwrap_or(0);
+    let experts = mixture(keys)?;
+    let dense = keys.count("first_k_dense_replace")?.unwrap_or(0);
+    Ok(decoder.finish(|layer, block| {
+        if layer >= dense {
+            block.mlp = MlpSpec::Experts(experts);
+        }
+    }))
+}
+
+/// The experts of a mixture, with the shared one, which is as wide as `n_shared_experts` of them.
+fn mixture(keys: &Keys<'_>) -> Result<ExpertsSpec> {
+    let experts = experts(keys, "num_local_experts")?;
+    let (shared, width) = (
+        keys.required_size("n_shared_experts")?,
+        experts.expert.intermediate_size,
+    );
+    if (shared * width) as u64 > LARGEST {
+        bail!(
+            CorruptFile,
+            "config: n_shared_experts is {shared}; as many experts of {width} are too wide"
+        );
+    }
+    let mlp = DenseMlpSpec {
+        intermediate_size: shared * width,
+        ..experts.expert
+    };
+    Ok(ExpertsSpec {
+        scoring: sigmoid_scoring(keys, (experts.count, experts.per_token))?,
+        shared: Some(SharedExpertSpec { mlp, gated: false }),
+        ..experts
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::families;
+    use crate::model::spec::{Scoring, SigmoidScoring};
+
+    fn with(changes: Value) -> Result<Spec> {
+        let mut config = json!({
+            "model_type": "glm4_moe", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "n_routed_experts": 8, "moe_intermediate_size": 48
+        });
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        families::read(&config)
+    }
+
+    #[test]
+    fn dense_layers_come_before_mixtures() {
+        let spec = with(json!({"first_k_dense_replace": 2, "n_shared_experts": 2, "routed_scaling_factor": 2.5})).unwrap();
+        let experts: Vec<usize> = spec.blocks.iter().map(|b| b.mlp.experts()).collect();
+        assert_eq!((experts, spec.unread_layers), (vec![0, 0, 8], 1));
+        let mixture = spec.blocks[2].mlp.mixture().unwrap();
+        let shared = mixture.shared.unwrap();
+        assert_eq!((shared.mlp.intermediate_size, shared.gated), (96, false));
+        let scoring = SigmoidScoring {
+            groups: 1,
+            top_groups: 1,
+            scale: 2.5,
+        };
+        assert_eq!(mixture.scoring, Scoring::Sigmoid(scoring));
+        assert_eq!(spec.ropes[0].table.rotary_dim(), 16);
+    }
+
+    #[test]
+    fn refusals_name_what_is_wrong() {
+        for (changes, expected) in [
+            (json!({"n_group": 3}), "8 of 8 experts in 1 of 3 groups"),
+            (json!({"num_experts_per_tok": 9}), "9 experts"),
+            (json!({"n_shared_experts": 0}), "'n_shared_experts' is 0"),
+            (
+                json!({"n_shared_experts": 1 << 27}),
+                "as many experts of 48 are too wide",
+            ),
+            (
+                json!({"routed_scaling_factor": 0}),
+                "'routed_scaling_factor' is 0",
+            ),
+        ] {
+            let e = with(changes).unwrap_err();
+            assert!(e.message().contains(expected), "{expected}: {e}");
+        }
+    }
+}
