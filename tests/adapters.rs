@@ -75,7 +75,8 @@ fn logits_agree_with_peft() {
 }
 
 /// An adapter beside all linear maps of a model gives the logits of the model that it is merged into, in every kind of layer: biased and
-/// fused projections, experts, gated attention, gated delta nets, Mamba-2 and per-layer inputs.
+/// fused projections, experts, gated attention, gated delta nets, Mamba-2, per-layer
+/// inputs, and heads that rotate neighbours.
 #[test]
 fn logits_are_those_of_merged_weights() {
     for (case, least) in [
@@ -86,6 +87,8 @@ fn logits_are_those_of_merged_weights() {
         ("qwen3next_dense", 10),
         ("nemotronh_dense", 4),
         ("gemma4_perlayer", 14),
+        ("glm4_biased", 10),
+        ("glm4moe_biased", 40),
     ] {
         let modules = modules(case);
         assert!(modules.len() >= least, "{case}: {}", modules.len());

@@ -76,6 +76,8 @@ enum Arch {
     Gemma4_26BA4B,
     #[value(name = "gemma-4-31b")]
     Gemma4_31B,
+    #[value(name = "glm-4-9b")]
+    Glm4_9B,
     #[value(name = "glm-4.5-air")]
     Glm45Air,
 }
@@ -182,6 +184,12 @@ impl Arch {
                     "num_global_key_value_heads": 4, "attention_k_eq_v": true, "intermediate_size": 21_504
                 }),
             ),
+            Arch::Glm4_9B => json!({
+                "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "hidden_size": 4096, "num_hidden_layers": 40,
+                "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5,
+                "intermediate_size": 13_696, "vocab_size": 151_552, "hidden_act": "silu", "attention_bias": true,
+                "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "torch_dtype": "bfloat16"
+            }),
             Arch::Glm45Air => json!({
                 "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096,
                 "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,

@@ -679,7 +679,7 @@ impl Work<'_> {
         let (entry, cols, count) = (found.entry, found.cols(), found.rows.count());
         let mut values = Buffer::zeroed(Tag::Weights, count)?;
         let checkpoint = self.shared.checkpoint;
-        if count == entry.rows() * cols {
+        if count == entry.rows() * cols && found.rows == StoredRows::from(0..count) {
             checkpoint.rows_f32(entry, 0..entry.rows(), &mut values)?;
             return Ok(values);
         }

@@ -243,6 +243,8 @@ pub struct AttentionSpec {
     pub gated: bool,
     /// Whether each head has a sink: a logit that takes part in the softmax of every row and has no value.
     pub sinks: bool,
+    /// Whether files have the rows of queries and keys that rotate together as neighbours, instead of half of those that rotate apart.
+    pub neighbours: bool,
     /// Index in [`Spec::ropes`] of the rotation of queries and keys; `None` for attention without positions.
     pub rope: Option<usize>,
     /// Positions that a query attends to, its own included; `None` for all positions up to its own.
@@ -461,6 +463,13 @@ impl NormNames {
         mixer_post: "post_attention_layernorm",
         mlp: "pre_feedforward_layernorm",
         mlp_post: "post_feedforward_layernorm",
+    };
+    /// The names of GLM-4, for the same blocks.
+    pub const GLM4: NormNames = NormNames {
+        mixer: "input_layernorm",
+        mixer_post: "post_self_attn_layernorm",
+        mlp: "post_attention_layernorm",
+        mlp_post: "post_mlp_layernorm",
     };
     /// The name in files whose blocks have one half each.
     pub const SINGLE: NormNames = NormNames {

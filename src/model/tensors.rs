@@ -319,7 +319,11 @@ fn of_any_block(spec: &Spec, prefix: &str, block: &BlockSpec) -> Vec<TensorSpec>
         }
     }
     match mixer {
-        MixerSpec::Attention(attention) => list.attention(attention, spec.hidden_size),
+        MixerSpec::Attention(attention) => {
+            let rope = attention.rope.filter(|_| attention.neighbours);
+            let neighbours = rope.map(|rope| spec.ropes[rope].table.rotary_dim());
+            list.attention(attention, spec.hidden_size, neighbours);
+        }
         MixerSpec::GatedDelta(delta) => list.gated_delta(delta, spec.hidden_size),
         MixerSpec::Mamba2(mamba) => list.mamba2(mamba, spec.hidden_size),
         MixerSpec::None => {}
@@ -494,7 +498,8 @@ impl List<'_> {
         }
     }
 
-    fn attention(&mut self, attention: &AttentionSpec, hidden: usize) {
+    /// The tensors of attention. In files that have rows that rotate together as neighbours, `neighbours` are the rows of a head that rotate.
+    fn attention(&mut self, attention: &AttentionSpec, hidden: usize, neighbours: Option<usize>) {
         let (q, kv) = (attention.q_width(), attention.kv_width());
         // Files store one matrix for all three only where there are three.
         let has_values = attention.key_values == KeyValues::Projected;
@@ -504,8 +509,10 @@ impl List<'_> {
             false => self.projection("self_attn.q_proj", (q, hidden), bias, fused(0)),
             true => self.gated_queries(attention, hidden),
         }
+        self.part_rows(neighbours, attention.head_dim);
         if attention.has_own_keys() {
             self.projection("self_attn.k_proj", (kv, hidden), bias, fused(q));
+            self.part_rows(neighbours, attention.head_dim);
         }
         if has_values {
             self.projection("self_attn.v_proj", (kv, hidden), bias, fused(q + kv));
@@ -519,6 +526,38 @@ impl List<'_> {
         }
         if attention.sinks {
             self.vector(SINKS, attention.heads, true);
+        }
+    }
+
+    /// Makes of the last projection rows of what files store under its name, in heads of `dim` of which the first `neighbours` are pairs of
+    /// neighbours.
+    fn part_rows(&mut self, neighbours: Option<usize>, dim: usize) {
+        let Some(rotated) = neighbours else { return };
+        let first = self.tensors.len() - 2;
+        for tensor in &mut self.tensors[first..] {
+            let rows = tensor.shape[0];
+            let pairs = |first| RowPattern {
+                first,
+                run: 1,
+                stride: 2,
+                runs: rotated / 2,
+            };
+            let of_head = |first| {
+                let rest = RowPattern {
+                    first: first + rotated,
+                    run: dim - rotated,
+                    stride: dim,
+                    runs: 1,
+                };
+                [pairs(first), pairs(first + 1), rest]
+            };
+            let heads = (0..rows).step_by(dim).flat_map(of_head);
+            tensor.alone = false;
+            tensor.within = vec![Within {
+                name: tensor.name.clone(),
+                shape: tensor.shape.clone(),
+                rows: StoredRows(heads.filter(|pattern| pattern.run > 0).collect()),
+            }];
         }
     }
 

@@ -55,7 +55,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 8] = [
+const CASES: [Case; 9] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -175,6 +175,19 @@ const CASES: [Case; 8] = [
             ("rope_factors_short.weight", &[1.0, 1.1, 1.2, 1.3, 1.5, 1.7]),
             ("rope_factors_long.weight", &[1.0, 2.0, 3.0, 5.0, 8.0, 13.0]),
         ],
+    },
+    Case {
+        golden: "glm4_biased",
+        architecture: "glm4",
+        names: &[
+            ("post_self_attn_layernorm", "post_attention_norm"),
+            ("post_mlp_layernorm", "post_ffw_norm"),
+            ("mlp.gate_up_proj", "ffn_up"),
+        ],
+        integers: &[("attention.key_length", 32), ("rope.dimension_count", 16)],
+        floats: &[("rope.freq_base", 1e4)],
+        flags: &[],
+        vectors: &[],
     },
     Case {
         golden: "glm4moe_biased",

@@ -1,4 +1,5 @@
-//! GLM-4.5 and later: dense layers first, then mixtures with a shared expert whose experts are scored by sigmoids; half of each head rotates.
+//! GLM-4: norms before and after each half of a block, and rotation of neighbours. GLM-4.5 and later: dense layers first, then mixtures with a
+//! shared expert whose experts are scored by sigmoids. In both, half of each head rotates.
 
 use serde_json::{Value, json};
 
@@ -7,7 +8,15 @@ use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::{Keys, LARGEST};
-use crate::model::spec::{DenseMlpSpec, ExpertsSpec, MlpSpec, SharedExpertSpec, Spec};
+use crate::model::spec::{DenseMlpSpec, ExpertsSpec, MlpSpec, NormNames, SharedExpertSpec, Spec};
+
+pub(super) const GLM4: Family = Family {
+    model_type: "glm4",
+    class: "Glm4ForCausalLM",
+    defaults: glm4_defaults,
+    renamed: &[],
+    read: glm4,
+};
 
 pub(super) const GLM4_MOE: Family = Family {
     model_type: "glm4_moe",
@@ -26,6 +35,15 @@ const PARTIAL_ROTARY: f64 = 0.5;
 /// The names of the shared expert in files.
 const NAMES: &[(&str, &str)] = &[("mlp.shared_expert.", "mlp.shared_experts.")];
 
+fn glm4_defaults() -> Value {
+    json!({
+        "vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 13_696, "num_hidden_layers": 40,
+        "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-7, "tie_word_embeddings": false, "rope_parameters": null,
+        "attention_bias": true
+    })
+}
+
 fn glm4_moe_defaults() -> Value {
     json!({
         "vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46,
@@ -35,6 +53,18 @@ fn glm4_moe_defaults() -> Value {
         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": true,
         "use_qk_norm": false, "num_mtp_layers": 1
     })
+}
+
+fn glm4(keys: &Keys<'_>) -> Result<Spec> {
+    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
+    let mut decoder = Decoder::read(&Keys(&config))?;
+    decoder.refuse_experts(keys)?;
+    decoder.spec.norm_names = NormNames::GLM4;
+    decoder.block.norms.post = true;
+    let attention = &mut decoder.block.attention;
+    attention.qkv_bias = keys.flag("attention_bias")? == Some(true);
+    attention.neighbours = true;
+    Ok(decoder.finish(|_, _| {}))
 }
 
 fn glm4_moe(keys: &Keys<'_>) -> Result<Spec> {

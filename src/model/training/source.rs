@@ -291,6 +291,9 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
         (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
             Some("has attention without rotation")
         }
+        (MixerSpec::Attention(attention), _) if attention.neighbours => {
+            Some("has attention that rotates neighbours")
+        }
         (MixerSpec::Attention(attention), _) if attention.sinks => Some("has attention with sinks"),
         (MixerSpec::Attention(attention), _) if attention.key_values != KeyValues::Projected => {
             Some("has attention without projections of keys and values")

@@ -34,6 +34,7 @@ FAMILIES = {
     "nemotron_h": "nemotron_h",
     "gpt_oss": "gpt_oss",
     "gemma4": "gemma4_text",
+    "glm4": "glm4",
     "glm4_moe": "glm4_moe",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
@@ -160,6 +161,11 @@ PROBES["gemma4"] = COMMON + [
 ]
 
 
+PROBES["glm4"] = COMMON + [
+    dict(partial_rotary_factor=0.25),
+    dict(partial_rotary_factor=1.0),
+    dict(rope_parameters=dict(rope_theta=3e4, rope_type="default")),
+]
 PROBES["glm4_moe"] = COMMON + [
     dict(n_routed_experts=12, num_experts_per_tok=3, first_k_dense_replace=3),
     dict(num_local_experts=12, norm_topk_prob=False),

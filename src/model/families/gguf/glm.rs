@@ -1,4 +1,4 @@
-//! GLM-4.5 and later in GGUF.
+//! GLM-4, and GLM-4.5 and later, in GGUF.
 
 use serde_json::{Map, Value, json};
 
@@ -7,6 +7,26 @@ use super::common::{
 };
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufKind, GgufMetadata};
+
+pub(super) const GLM4: GgufFamily = GgufFamily {
+    architecture: "glm4",
+    model_type: "glm4",
+    class: "Glm4ForCausalLM",
+    per_layer: &[
+        ATTENTION,
+        &[
+            ("attn_norm", "input_layernorm"),
+            ("post_attention_norm", "post_self_attn_layernorm"),
+            ("ffn_norm", "post_attention_layernorm"),
+            ("post_ffw_norm", "post_mlp_layernorm"),
+            ("ffn_up", "mlp.gate_up_proj"),
+            ("ffn_down", "mlp.down_proj"),
+        ],
+    ],
+    keys: &[],
+    config: rotary_part,
+    ..PLAIN
+};
 
 pub(super) const GLM4_MOE: GgufFamily = GgufFamily {
     architecture: "glm4moe",
@@ -45,6 +65,11 @@ fn config(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
     config.insert("use_qk_norm".into(), json!(normalizes_heads));
     // Blocks that draft have other names here.
     config.insert("num_nextn_predict_layers".into(), json!(0));
+    rotary_part(metadata, config)
+}
+
+/// A file whose heads rotate whole does not say so.
+fn rotary_part(_: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
     config.entry("partial_rotary_factor").or_insert(json!(1.0));
     Ok(())
 }

@@ -32,5 +32,6 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     nemotron::NEMOTRON_H,
     nemotron::NEMOTRON_H_MOE,
     gemma4::GEMMA4,
+    glm::GLM4,
     glm::GLM4_MOE,
 ];
