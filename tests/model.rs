@@ -39,7 +39,7 @@ use serde_json::{Value, json};
 const TOLERANCE: f32 = 2e-4;
 
 /// More golden models, which the tests of whole models on a GPU leave out.
-const PROCESSOR_CASES: [&str; 8] = [
+const PROCESSOR_CASES: [&str; 10] = [
     "qwen3moe_normalized",
     "qwen3moe_window",
     "qwen3moe_saved",
@@ -48,6 +48,8 @@ const PROCESSOR_CASES: [&str; 8] = [
     "mistral3_nested",
     "gptoss_dense",
     "glm4_whole",
+    "ministral3_tied",
+    "ministral3_nested",
 ];
 
 fn all_cases() -> impl Iterator<Item = &'static str> {

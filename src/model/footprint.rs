@@ -66,11 +66,12 @@ impl Footprint {
             quantize.check()?;
         }
         options.activations.check(&options.device)?;
-        let spec = spec_of(checkpoint)?;
+        let mut spec = spec_of(checkpoint)?;
         let (quantize, sampling_only) = (options.quantize.is_some(), options.sampling_only);
         let kind = options.device.kind();
         if kind == DeviceKind::Cuda {
             fused::check_supported(&spec)?;
+            spec = spec.without_growth();
         }
         let packed = MappedWeights::of(checkpoint, options)?.is_some();
         let held = load::held_tensors(checkpoint, &spec, quantize, sampling_only, packed)?;

@@ -324,6 +324,17 @@ impl Model {
         fingerprint.write(format!("{spec:?}").as_bytes());
         spec.drafter = drafter;
         fingerprint.write(&sum.to_le_bytes());
+        if device.is_cuda() {
+            let all = spec.max_positions;
+            spec = spec.without_growth();
+            if spec.max_positions < all {
+                tracing::warn!(
+                    "queries of this {} model grow with their position from position {} on, for which there is no kernel on a GPU: contexts end there",
+                    spec.family,
+                    spec.max_positions
+                );
+            }
+        }
         let made = Made {
             spec,
             weights,

@@ -232,6 +232,7 @@ impl Rope<'_> {
             table: RopeTable {
                 frequencies,
                 attention_factor: attention_factor as f32,
+                growth: None,
             },
             long: None,
         };
@@ -380,6 +381,7 @@ impl Rope<'_> {
             Ok(RopeTable {
                 frequencies,
                 attention_factor: attention_factor as f32,
+                growth: None,
             })
         };
         Ok(RopeSet {

@@ -9,6 +9,7 @@ use crate::tensor::{AttentionShape, DeltaShape, MambaShape, RecurrentShape};
 
 pub use crate::ops::activation::Activation;
 pub use crate::ops::experts::Scoring;
+pub use crate::ops::rope::QueryGrowth;
 pub use crate::tensor::SigmoidScoring;
 
 /// A decoder-only language model.
@@ -494,6 +495,15 @@ impl Spec {
             Some(block) => Ok(block),
             None => bail!(Internal, "block {index} of {}", self.blocks.len()),
         }
+    }
+
+    /// The spec for passes in which queries do not grow with their position, which therefore has only the positions before they grow.
+    pub(crate) fn without_growth(mut self) -> Spec {
+        let tables = self.ropes.iter_mut().map(|set| &mut set.table);
+        for growth in tables.filter_map(|table| table.growth.take()) {
+            self.max_positions = self.max_positions.min(growth.positions);
+        }
+        self
     }
 
     /// Fails for a number of positions that a sequence of the model cannot have room for.

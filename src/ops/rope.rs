@@ -12,6 +12,24 @@ pub struct RopeTable {
     pub frequencies: Vec<f32>,
     /// Multiplies cosine and sine; 1 for most models.
     pub attention_factor: f32,
+    /// How queries grow with their position, if they do.
+    pub growth: Option<QueryGrowth>,
+}
+
+/// A factor of queries by their position: `1 + rate * ln(1 + floor(position / positions))` (Llama 4). It is 1 for the first positions.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct QueryGrowth {
+    /// Its rate.
+    pub rate: f32,
+    /// Positions with the same factor.
+    pub positions: usize,
+}
+
+impl QueryGrowth {
+    fn factor(self, position: u32) -> f32 {
+        let steps = (position as usize / self.positions) as f32;
+        1.0 + self.rate * (1.0 + steps).ln()
+    }
 }
 
 /// Cosines and sines of rows, computed once and used by every layer with the same rotation.
@@ -22,6 +40,8 @@ pub struct Angles {
     /// `[rows, half]`.
     cos: Array,
     sin: Array,
+    /// `[rows]`: the factors of queries; empty if they do not grow.
+    query_factors: Array,
 }
 
 fn upload(device: &Device, values: &[f32]) -> Result<Array> {
@@ -36,6 +56,11 @@ impl RopeTable {
     /// Rotated elements of a head.
     pub fn rotary_dim(&self) -> usize {
         2 * self.frequencies.len()
+    }
+
+    /// Elements of a row of [`Angles`].
+    pub fn row_width(&self) -> usize {
+        self.rotary_dim() + usize::from(self.growth.is_some())
     }
 
     /// Appends the cosines and sines of a position, one for each pair.
@@ -55,18 +80,24 @@ impl Angles {
         rows: impl Iterator<Item = (&'a RopeTable, u32)>,
     ) -> Result<Angles> {
         let (mut half, mut cos, mut sin) = (0, Vec::new(), Vec::new());
+        let mut factors = Vec::new();
         for (table, position) in rows {
             half = table.frequencies.len();
             table.push_angles(position, &mut cos, &mut sin);
+            factors.extend(table.growth.map(|growth| growth.factor(position)));
         }
         Ok(Angles {
             half,
             cos: upload(device, &cos)?,
             sin: upload(device, &sin)?,
+            query_factors: match factors[..] {
+                [] => Array::empty(),
+                _ => upload(device, &factors)?,
+            },
         })
     }
 
-    /// The angles of consecutive documents of these lengths. Positions restart at 0 in each document.
+    /// The angles of consecutive documents of these lengths. Positions restart at 0 in each document, and queries do not grow.
     pub fn of_documents(device: &Device, table: &RopeTable, documents: &[usize]) -> Result<Angles> {
         let half = table.frequencies.len();
         let longest = documents.iter().copied().max().unwrap_or(0);
@@ -84,6 +115,7 @@ impl Angles {
             half,
             cos: packed(&cos)?,
             sin: packed(&sin)?,
+            query_factors: Array::empty(),
         })
     }
 
@@ -128,6 +160,21 @@ pub fn apply(
     Ok(())
 }
 
+/// Multiplies the rows of `queries`, `[m, width]`, by their factors, if they grow with their positions: on the CPU alone.
+pub fn grow(device: &Device, queries: SliceMut<'_>, width: usize, angles: &Angles) -> Result<()> {
+    if angles.query_factors.len() == 0 {
+        return Ok(());
+    }
+    let Device::Cpu(cpu) = device else {
+        bail!(Internal, "queries that grow with their position on a GPU");
+    };
+    let factors = angles.query_factors.all().host()?;
+    for_each_row(cpu, queries.host()?, width, |i, row| {
+        row.iter_mut().for_each(|x| *x *= factors[i]);
+    });
+    Ok(())
+}
+
 /// Calls `each(i, row)` for every row of `x`, over the device's threads.
 fn for_each_row(
     cpu: &crate::cpu::Cpu,
@@ -153,6 +200,7 @@ mod tests {
         let table = RopeTable {
             frequencies: vec![1.0, 0.1],
             attention_factor: 1.0,
+            growth: None,
         };
         let (q, k) = ([0.3, -1.0, 0.7, 2.0], [1.5, 0.2, -0.4, 0.9]);
         let at = |x: [f32; 4], p: u32| {
@@ -173,11 +221,34 @@ mod tests {
         let table = RopeTable {
             frequencies: vec![0.5],
             attention_factor: 3.0,
+            growth: None,
         };
         let mut x = [1.0, 2.0, 5.0, 7.0];
         let angles = Angles::new(&device, [(&table, 2)].into_iter()).unwrap();
         apply(&device, SliceMut::Host(&mut x), 1, 4, &angles).unwrap();
         let (c, s) = (3.0 * 1f32.cos(), 3.0 * 1f32.sin());
         assert_eq!(x, [c - 2.0 * s, 2.0 * c + s, 5.0, 7.0]);
+    }
+
+    #[test]
+    fn queries_grow_in_steps() {
+        let device = Device::cpu(Some(1)).unwrap();
+        let growth = QueryGrowth {
+            rate: 0.5,
+            positions: 4,
+        };
+        let table = RopeTable {
+            frequencies: vec![0.0],
+            attention_factor: 1.0,
+            growth: Some(growth),
+        };
+        let positions = [0, 3, 4, 7, 8];
+        let rows = positions.into_iter().map(|position| (&table, position));
+        let angles = Angles::new(&device, rows).unwrap();
+        let mut x = [2.0; 10];
+        grow(&device, SliceMut::Host(&mut x), 2, &angles).unwrap();
+        let [first, second] = [2f32, 3.0].map(|steps| 2.0 * (1.0 + 0.5 * steps.ln()));
+        let want = [2.0, 2.0, first, first, second].map(|x| [x, x]);
+        assert_eq!(x, want.concat()[..]);
     }
 }

@@ -51,11 +51,12 @@ struct Case {
     integers: &'static [(&'static str, u32)],
     floats: &'static [(&'static str, f32)],
     flags: &'static [(&'static str, bool)],
+    texts: &'static [(&'static str, &'static str)],
     /// Plain vectors that the file has beside weights.
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 9] = [
+const CASES: [Case; 10] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -66,6 +67,7 @@ const CASES: [Case; 9] = [
         ],
         floats: &[("rope.freq_base", 1e4)],
         flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {
@@ -83,6 +85,7 @@ const CASES: [Case; 9] = [
         ],
         floats: &[("rope.freq_base", 1e6), ("rope.scaling.factor", 8.0)],
         flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {
@@ -102,6 +105,7 @@ const CASES: [Case; 9] = [
         ],
         floats: &[("rope.freq_base", 1e6)],
         flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {
@@ -128,6 +132,7 @@ const CASES: [Case; 9] = [
         // 0 is no factor.
         floats: &[("rope.freq_base", 1e6), ("rope.scaling.factor", 0.0)],
         flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {
@@ -141,6 +146,7 @@ const CASES: [Case; 9] = [
         ],
         floats: &[("rope.freq_base", 1e4)],
         flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {
@@ -154,6 +160,7 @@ const CASES: [Case; 9] = [
         ],
         floats: &[("rope.freq_base", 1e4)],
         flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {
@@ -171,10 +178,31 @@ const CASES: [Case; 9] = [
             ("rope.scaling.attn_factor", std::f32::consts::SQRT_2),
         ],
         flags: &[],
+        texts: &[],
         vectors: &[
             ("rope_factors_short.weight", &[1.0, 1.1, 1.2, 1.3, 1.5, 1.7]),
             ("rope_factors_long.weight", &[1.0, 2.0, 3.0, 5.0, 8.0, 13.0]),
         ],
+    },
+    Case {
+        golden: "ministral3_tied",
+        architecture: "mistral3",
+        names: &[],
+        integers: &[
+            ("attention.key_length", 32),
+            ("rope.scaling.original_context_length", 16),
+        ],
+        floats: &[
+            ("rope.freq_base", 1e6),
+            ("rope.scaling.factor", 16.0),
+            ("rope.scaling.yarn_beta_fast", 32.0),
+            ("rope.scaling.yarn_beta_slow", 1.0),
+            ("rope.scaling.yarn_log_multiplier", 1.0),
+            ("attention.temperature_scale", 0.1),
+        ],
+        flags: &[],
+        texts: &[("rope.scaling.type", "yarn")],
+        vectors: &[],
     },
     Case {
         golden: "glm4_biased",
@@ -187,6 +215,7 @@ const CASES: [Case; 9] = [
         integers: &[("attention.key_length", 32), ("rope.dimension_count", 16)],
         floats: &[("rope.freq_base", 1e4)],
         flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {
@@ -206,6 +235,7 @@ const CASES: [Case; 9] = [
         ],
         floats: &[("rope.freq_base", 1e6), ("expert_weights_scale", 1.0)],
         flags: &[("expert_weights_norm", true)],
+        texts: &[],
         vectors: &[],
     },
 ];
@@ -274,7 +304,7 @@ impl Case {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
         let heads = match name {
-            _ if self.architecture != "llama" => return,
+            _ if !["llama", "mistral3"].contains(&self.architecture) => return,
             _ if name.ends_with("q_proj.weight") => "num_attention_heads",
             _ if name.ends_with("k_proj.weight") => "num_key_value_heads",
             _ => return,
@@ -315,6 +345,9 @@ impl Case {
         }
         for (name, value) in self.flags {
             gguf = gguf.with_pair(Gguf::pair(&key(name), 7, &[u8::from(*value)]));
+        }
+        for (name, value) in self.texts {
+            gguf = gguf.with_pair(Gguf::text_pair(&key(name), value));
         }
         if let Some(eos) = config["eos_token_id"].as_u64() {
             gguf = gguf.with_pair(integer("tokenizer.ggml.eos_token_id", eos as u32));

@@ -471,6 +471,11 @@ impl<'a> ReferencePass<'a> {
                 rope::apply(self.device, x, heads, spec.head_dim, angles)?;
             }
         }
+        if let Some(angles) = angles {
+            let (width, queries) = (spec.q_width(), &mut s.q);
+            let queries = queries.first_mut(self.rows * width)?;
+            rope::grow(self.device, queries, width, angles)?;
+        }
         match &weights.v_norm {
             Some(ones) => {
                 let values = s.v.first_mut(self.rows * spec.kv_width())?;

@@ -88,7 +88,7 @@ impl RowWidths {
                 spec.all_blocks().any(has_beside)
                     || mixtures().any(|mixture| mixture.router_scaled),
             ),
-            angles: spec.ropes.iter().map(|set| set.table.rotary_dim()).sum(),
+            angles: spec.ropes.iter().map(|set| set.table.row_width()).sum(),
         }
     }
 

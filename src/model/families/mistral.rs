@@ -1,12 +1,13 @@
-//! Mistral: Llama, optionally with a window in every layer.
+//! Mistral: Llama, optionally with a window in every layer; and Ministral 3, whose queries grow with their position.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::decoder::Decoder;
 use super::family::Family;
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::model::keys::Keys;
-use crate::model::spec::Spec;
+use crate::model::spec::{QueryGrowth, Spec};
 
 pub(super) const MISTRAL: Family = Family {
     model_type: "mistral",
@@ -15,6 +16,17 @@ pub(super) const MISTRAL: Family = Family {
     renamed: &[],
     read,
 };
+
+pub(super) const MINISTRAL3: Family = Family {
+    model_type: "ministral3",
+    class: "Ministral3ForCausalLM",
+    defaults: ministral3_defaults,
+    renamed: &[],
+    read: ministral3,
+};
+
+/// Positions with the same factor of queries, if a config with a rate does not say.
+const POSITIONS: usize = 16_384;
 
 fn defaults() -> Value {
     json!({
@@ -25,9 +37,109 @@ fn defaults() -> Value {
     })
 }
 
+fn ministral3_defaults() -> Value {
+    json!({
+        "vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 34,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+        "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "rope_parameters": null,
+        "sliding_window": null
+    })
+}
+
 fn read(keys: &Keys<'_>) -> Result<Spec> {
     let decoder = Decoder::read(keys)?;
     decoder.refuse_experts(keys)?;
     let window = keys.window("sliding_window")?;
     Ok(decoder.finish_windowed(window, |_| true))
+}
+
+fn ministral3(keys: &Keys<'_>) -> Result<Spec> {
+    let config = with_rotation(keys)?;
+    let keys = &Keys(&config);
+    let mut spec = read(keys)?;
+    spec.ropes[0].table.growth = growth(keys)?;
+    Ok(spec)
+}
+
+/// The config with the rotation that the class of transformers has by default.
+fn with_rotation(keys: &Keys<'_>) -> Result<Map<String, Value>> {
+    let mut config = keys.0.clone();
+    if keys.object("rope_scaling")?.is_none() && keys.object("rope_parameters")?.is_none() {
+        let yarn = json!({
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": POSITIONS,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1
+        });
+        config.insert("rope_parameters".to_owned(), yarn);
+    }
+    Ok(config)
+}
+
+/// How queries grow, from the parameters of the rotation.
+fn growth(keys: &Keys<'_>) -> Result<Option<QueryGrowth>> {
+    let parameters = match keys.object("rope_scaling")? {
+        Some(scaling) => Some(scaling),
+        None => keys.object("rope_parameters")?,
+    };
+    let Some(parameters) = parameters else {
+        return Ok(None);
+    };
+    let Some(rate) = parameters.number("llama_4_scaling_beta")? else {
+        return Ok(None);
+    };
+    if !(rate >= 0.0 && rate.is_finite()) {
+        bail!(
+            CorruptFile,
+            "config: 'llama_4_scaling_beta' is {rate}; expected a number from 0 on"
+        );
+    }
+    let positions = parameters.size("original_max_position_embeddings")?;
+    Ok(Some(QueryGrowth {
+        rate: rate as f32,
+        positions: positions.unwrap_or(POSITIONS),
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::families;
+
+    fn with(parameters: Value) -> Result<Spec> {
+        families::read(&json!({"model_type": "ministral3", "rope_parameters": parameters}))
+    }
+
+    fn growing(rate: Value) -> Value {
+        json!({
+            "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096, "llama_4_scaling_beta": rate
+        })
+    }
+
+    #[test]
+    fn queries_grow_as_the_config_says() {
+        for (parameters, expected) in [
+            (Value::Null, Some((0.1, 16_384))),
+            (growing(json!(0.25)), Some((0.25, 4096))),
+            (json!({"rope_type": "default"}), None),
+        ] {
+            let growth = with(parameters.clone()).unwrap().ropes[0].table.growth;
+            let got = growth.map(|growth| (growth.rate, growth.positions));
+            assert_eq!(got, expected, "{parameters}");
+        }
+        let e = with(growing(json!(-1))).unwrap_err();
+        assert!(e.message().contains("'llama_4_scaling_beta' is -1"), "{e}");
+    }
+
+    #[test]
+    fn without_growth_there_are_fewer_positions() {
+        let spec = with(growing(json!(0.1))).unwrap();
+        assert!(spec.check_context(4097).is_ok());
+        let even = spec.without_growth();
+        assert_eq!(
+            (even.max_positions, even.ropes[0].table.growth),
+            (4096, None)
+        );
+        assert!(even.check_context(4096).is_ok() && even.check_context(4097).is_err());
+        let plain = with(json!({"rope_type": "default"})).unwrap();
+        assert_eq!(plain.clone().without_growth(), plain);
+    }
 }

@@ -37,6 +37,7 @@ pub const FAMILIES: &[Family] = &[
     qwen::QWEN2_MOE,
     qwen::QWEN3_MOE,
     mistral::MISTRAL,
+    mistral::MINISTRAL3,
     phi3::PHI3,
     gemma3::GEMMA3,
     qwen35::QWEN3_5,
@@ -233,7 +234,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -417,6 +418,12 @@ mod tests {
             let want = expected["thetas"][spec.ropes.len() - 1].as_f64().unwrap();
             if probe["config"]["partial_rotary_factor"].is_null() {
                 assert!((base(0) / want - 1.0).abs() < 1e-3, "{probe}");
+            }
+            let growth = spec.ropes.first().and_then(|set| set.table.growth);
+            if let Some(expected) = expected["growth"].as_array() {
+                let growth = growth.unwrap();
+                assert_eq!(growth.rate, expected[0].as_f64().unwrap() as f32, "{probe}");
+                assert_eq!(json!(growth.positions), expected[1], "{probe}");
             }
             if let Some(rotary_dim) = expected["rotary_dim"].as_u64() {
                 assert_eq!(

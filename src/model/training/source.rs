@@ -78,7 +78,7 @@ impl Source {
 
     /// The model in an opened checkpoint.
     pub fn new(checkpoint: Arc<dyn Checkpoint>) -> Result<Source> {
-        let mut spec = spec_with_frequencies(&*checkpoint)?;
+        let mut spec = spec_with_frequencies(&*checkpoint)?.without_growth();
         entries_used(&*checkpoint, &spec)?;
         // Exports keep the drafter's tensors as they are.
         spec.drafter = None;

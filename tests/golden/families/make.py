@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen2_moe": "qwen2_moe",
     "qwen3_moe": "qwen3_moe",
     "mistral": "mistral",
+    "ministral3": "ministral3",
     "phi3": "phi3",
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
@@ -161,6 +162,9 @@ PROBES["gemma4"] = COMMON + [
 ]
 
 
+PROBES["ministral3"] = [probe for probe in COMMON if "rope_theta" not in probe] + [
+    dict(rope_parameters=dict(rope_type="yarn", rope_theta=3e4, factor=8.0, original_max_position_embeddings=4096, llama_4_scaling_beta=0.2)),
+]
 PROBES["glm4"] = COMMON + [
     dict(partial_rotary_factor=0.25),
     dict(partial_rotary_factor=1.0),
@@ -217,6 +221,8 @@ def resolved(model_type, probe):
         keys = ["num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"]
         out["state"] = [getattr(config, "linear_" + key) for key in keys]
         out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
+    if "llama_4_scaling_beta" in config.rope_parameters:
+        out["growth"] = [config.rope_parameters[key] for key in ("llama_4_scaling_beta", "original_max_position_embeddings")]
     if "partial_rotary_factor" in config.rope_parameters:
         out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
     if "first_k_dense_replace" in fields:

@@ -341,6 +341,12 @@ CASES["glm4_biased"] = ("Glm4", dict(
 # Whole heads rotate.
 CASES["glm4_whole"] = ("Glm4", dict(
     GLM4, num_key_value_heads=2, attention_bias=False, **rope(rope_theta=1e4, rope_type="default", partial_rotary_factor=1.0)))
+# Queries grow with their position, twice within the longest sequence.
+MINISTRAL3 = dict(SMALL, tie_word_embeddings=False, **rope(
+    type="yarn", rope_type="yarn", rope_theta=1e6, factor=16.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
+    mscale_all_dim=1.0, llama_4_scaling_beta=0.1))
+CASES["ministral3_tied"] = ("Ministral3", dict(MINISTRAL3, head_dim=32, tie_word_embeddings=True))
+CASES["ministral3_nested"] = ("Ministral3", MINISTRAL3)
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -349,6 +355,8 @@ NESTED = {
     # The text model's own flag says that it is not tied; there is no head.
     "mistral3_nested": ("language_model.model.", "language_model.lm_head.", dict(
         model_type="mistral3", architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=True)),
+    "ministral3_nested": ("language_model.model.", "language_model.lm_head.", dict(
+        model_type="mistral3", architectures=["Mistral3ForConditionalGeneration"], tie_word_embeddings=False)),
     "qwen35moe_float8": ("model.language_model.", "lm_head.", dict(
         model_type="qwen3_5_moe", architectures=["Qwen3_5MoeForConditionalGeneration"], tie_word_embeddings=False)),
     "gemma4_perlayer": ("model.language_model.", "lm_head.", dict(

@@ -1,4 +1,4 @@
-//! Llama and Mistral in GGUF.
+//! Llama, Mistral and Ministral 3 in GGUF.
 
 use serde_json::{Map, Value, json};
 
@@ -22,6 +22,36 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     config: mistral,
     ..PLAIN
 };
+
+pub(super) const MISTRAL3: GgufFamily = GgufFamily {
+    architecture: "mistral3",
+    model_type: "ministral3",
+    class: "Ministral3ForCausalLM",
+    config: ministral3,
+    ..LLAMA
+};
+
+/// Strengths of YaRN and the rate of queries are parameters of the rotation. A file without scaling has none.
+fn ministral3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    let scaling = config
+        .entry("rope_scaling")
+        .or_insert(json!({"rope_type": "default"}));
+    let strength = metadata.float("rope.scaling.yarn_log_multiplier")?;
+    for (key, value) in [
+        ("mscale", strength),
+        ("mscale_all_dim", strength),
+        (
+            "llama_4_scaling_beta",
+            metadata.float("attention.temperature_scale")?,
+        ),
+    ] {
+        if let Some(value) = value {
+            scaling[key] = json!(value);
+        }
+    }
+    config.entry("sliding_window").or_insert(Value::Null);
+    Ok(())
+}
 
 /// Mistral files have the architecture llama; a window identifies them.
 fn mistral(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {

@@ -16,6 +16,7 @@ use crate::checkpoint::GgufFamily;
 /// All architectures that are translated.
 pub(super) const FAMILIES: &[GgufFamily] = &[
     llama::LLAMA,
+    llama::MISTRAL3,
     qwen::QWEN2,
     qwen::QWEN3,
     qwen::QWEN3_MOE,
