@@ -89,6 +89,7 @@ fn logits_are_those_of_merged_weights() {
         ("gemma4_perlayer", 14),
         ("glm4_biased", 10),
         ("glm4moe_biased", 40),
+        ("minimaxm2_partial", 40),
     ] {
         let modules = modules(case);
         assert!(modules.len() >= least, "{case}: {}", modules.len());

@@ -39,7 +39,7 @@ use serde_json::{Value, json};
 const TOLERANCE: f32 = 2e-4;
 
 /// More golden models, which the tests of whole models on a GPU leave out.
-const PROCESSOR_CASES: [&str; 10] = [
+const PROCESSOR_CASES: [&str; 12] = [
     "qwen3moe_normalized",
     "qwen3moe_window",
     "qwen3moe_saved",
@@ -50,6 +50,8 @@ const PROCESSOR_CASES: [&str; 10] = [
     "glm4_whole",
     "ministral3_tied",
     "ministral3_nested",
+    "minimaxm2_partial",
+    "minimaxm2_whole",
 ];
 
 fn all_cases() -> impl Iterator<Item = &'static str> {
@@ -952,6 +954,31 @@ fn recurrent_projections_are_quantized_to_8_bits() {
         let logits = run(&mixed, &some_tokens(&mixed, 30), Logits::All);
         assert!(logits.iter().all(|x| x.is_finite()));
     }
+}
+
+/// Experts by the names of Mixtral, whose gate and up projections share a global scale.
+#[test]
+fn experts_with_numbered_projections_are_quantized() {
+    let case = "minimaxm2_partial";
+    let (dense, out) = (dense_copy(case), Copy::of(case, "numbered"));
+    let mut options = ConvertOptions::new(Container::ModelOpt, Recipe::default());
+    options.replace = true;
+    let go = &mut |_: ConvertProgress<'_>| ControlFlow::Continue(());
+    let (source, pool) = (model::open(&dense.0).unwrap(), Pool::new(2).unwrap());
+    convert(&*source, &out.0, &options, &pool, go).unwrap();
+    let made = model::open(&out.0).unwrap();
+    let entry = |name: &str| {
+        let name = format!("model.layers.1.block_sparse_moe.{name}");
+        made.find(&name).unwrap_or_else(|| panic!("{name}"))
+    };
+    let [gate, down, up] = ["w1", "w2", "w3"].map(|w| entry(&format!("experts.3.{w}.weight")));
+    for weight in [gate, down, up] {
+        assert_eq!(weight.encoding, Encoding::Nvfp4, "{}", weight.name);
+    }
+    let global = |weight| made.global_scale(weight).unwrap();
+    assert_eq!(global(gate), global(up));
+    assert_ne!(entry("gate.weight").encoding, Encoding::Nvfp4);
+    assert!(logits_of(&out).iter().all(|x| x.is_finite()));
 }
 
 /// The logits of a model in a directory, after some tokens.

@@ -80,6 +80,8 @@ enum Arch {
     Glm4_9B,
     #[value(name = "glm-4.5-air")]
     Glm45Air,
+    #[value(name = "minimax-m2")]
+    MiniMaxM2,
 }
 
 impl Arch {
@@ -199,6 +201,13 @@ impl Arch {
                 "topk_group": 1, "norm_topk_prob": true, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 0,
                 "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
                 "rope_scaling": null, "torch_dtype": "bfloat16"
+            }),
+            Arch::MiniMaxM2 => json!({
+                "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
+                "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64,
+                "intermediate_size": 1536, "vocab_size": 200_064, "hidden_act": "silu", "num_local_experts": 256,
+                "num_experts_per_tok": 8, "max_position_embeddings": 196_608, "rms_norm_eps": 1e-6,
+                "rope_theta": 5_000_000.0, "torch_dtype": "bfloat16"
             }),
             Arch::GptOss20B => gpt_oss(24, 32),
             Arch::GptOss120B => gpt_oss(36, 128),

@@ -232,8 +232,8 @@ pub struct AttentionSpec {
     pub head_dim: usize,
     /// Where its keys and values come from.
     pub key_values: KeyValues,
-    /// Whether each head of queries and keys is normalized before RoPE.
-    pub qk_norm: bool,
+    /// Norms of queries and keys before RoPE.
+    pub qk_norm: QkNorm,
     /// Whether each head of values is normalized, by a norm without a weight.
     pub value_norm: bool,
     /// Whether the projections of queries, keys and values must have a bias.
@@ -254,6 +254,17 @@ pub struct AttentionSpec {
     pub scale: f32,
     /// Soft cap of scores: `cap * tanh(score / cap)`.
     pub score_cap: Option<f32>,
+}
+
+/// Norms of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Nothing.
+    None,
+    /// Each head, with a weight for all of them.
+    Heads,
+    /// All heads together.
+    Projections,
 }
 
 /// Where the keys and values of an attention layer come from.
@@ -426,6 +437,8 @@ pub enum ExpertNames {
     GptOss,
     /// `router.proj`; the gate rows of an expert, then its up rows: Gemma 4.
     Gemma4,
+    /// As Qwen, but a projection of an expert is `w1` (gate), `w3` (up) or `w2` (down) where experts are stored one by one: Mixtral.
+    Mixtral,
 }
 
 /// A shared expert, which every token uses.

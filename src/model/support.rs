@@ -167,12 +167,15 @@ mod tests {
     }
 
     #[test]
-    fn every_family_runs_on_a_gpu() {
+    fn families_that_do_not_run_on_a_gpu_are_these() {
+        let whole = "block 0 of this MODEL model has norms over all heads of queries and of keys";
+        let expected = [("minimax_m2", whole)];
+        let expected = expected.map(|(name, what)| (name, what.replace("MODEL", name)));
         let refused = known()
             .unwrap()
             .into_iter()
             .filter_map(|family| Some((family.model_type, family.gpu?)));
-        assert_eq!(refused.collect::<Vec<_>>(), []);
+        assert_eq!(refused.collect::<Vec<_>>(), expected);
     }
 
     #[test]

@@ -6,7 +6,8 @@ use std::collections::HashSet;
 
 use super::spec::{
     AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec,
-    GatedDeltaSpec, KeyValues, Mamba2Spec, MixerSpec, MlpSpec, Scoring, SharedExpertSpec, Spec,
+    GatedDeltaSpec, KeyValues, Mamba2Spec, MixerSpec, MlpSpec, QkNorm, Scoring, SharedExpertSpec,
+    Spec,
 };
 
 pub use super::stored_rows::{RowPattern, StoredRows};
@@ -160,7 +161,7 @@ pub(super) fn block_prefix(spec: &Spec, index: usize) -> String {
 /// The router of a mixture within a block, without the suffix of its weight `[experts, hidden]` or bias `[experts]`.
 pub(super) const fn router(names: ExpertNames) -> &'static str {
     match names {
-        ExpertNames::Qwen => "mlp.gate",
+        ExpertNames::Qwen | ExpertNames::Mixtral => "mlp.gate",
         ExpertNames::GptOss => "mlp.router",
         ExpertNames::Gemma4 => "router.proj",
     }
@@ -398,7 +399,7 @@ pub(super) fn gate_up_rows(
 ) -> StoredRows {
     let first = expert * 2 * height;
     match names {
-        ExpertNames::Qwen | ExpertNames::Gemma4 => {
+        ExpertNames::Qwen | ExpertNames::Gemma4 | ExpertNames::Mixtral => {
             let first = first + half * height;
             (first..first + height).into()
         }
@@ -518,10 +519,15 @@ impl List<'_> {
             self.projection("self_attn.v_proj", (kv, hidden), bias, fused(q + kv));
         }
         self.projection("self_attn.o_proj", (hidden, q), attention.o_bias, None);
-        if attention.qk_norm {
-            self.vector("self_attn.q_norm.weight", attention.head_dim, true);
+        let normalized = match attention.qk_norm {
+            QkNorm::None => None,
+            QkNorm::Heads => Some([attention.head_dim; 2]),
+            QkNorm::Projections => Some([q, kv]),
+        };
+        if let Some([of_query, of_key]) = normalized {
+            self.vector("self_attn.q_norm.weight", of_query, true);
             if attention.has_own_keys() {
-                self.vector("self_attn.k_norm.weight", attention.head_dim, true);
+                self.vector("self_attn.k_norm.weight", of_key, true);
             }
         }
         if attention.sinks {
@@ -761,11 +767,27 @@ impl List<'_> {
             rows: rows.clone(),
         };
         let shape = |height| vec![experts.count, height, cols];
+        let stacks = [
+            within(&format!("{projection}.weight"), shape(rows), &alone),
+            within(stack, shape(height), &of_stack),
+        ];
+        let one = |projection| {
+            let name = format!("{expert}.{projection}.weight");
+            within(&name, vec![rows, cols], &(0..rows).into())
+        };
         let weights = match experts.names {
-            ExpertNames::Qwen | ExpertNames::Gemma4 => vec![
-                within(&format!("{projection}.weight"), shape(rows), &alone),
-                within(stack, shape(height), &of_stack),
-            ],
+            ExpertNames::Qwen | ExpertNames::Gemma4 => stacks.into(),
+            ExpertNames::Mixtral => {
+                let own = match projection {
+                    "gate_proj" => "w1",
+                    "up_proj" => "w3",
+                    _ => "w2",
+                };
+                [one(own), one(projection)]
+                    .into_iter()
+                    .chain(stacks)
+                    .collect()
+            }
             // A checkpoint gives the stack this name, and its matrices row by row, however the file stores them. GGUF has gates and ups apart.
             ExpertNames::GptOss => vec![
                 within(&format!("{stack}.weight"), shape(height), &of_stack),
@@ -790,7 +812,7 @@ impl List<'_> {
             shape: vec![rows, cols],
             required: true,
             role: TensorRole::Linear,
-            alone: true,
+            alone: experts.names != ExpertNames::Mixtral,
             within: weights,
         });
         if experts.expert.bias {

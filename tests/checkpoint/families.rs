@@ -56,7 +56,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 10] = [
+const CASES: [Case; 11] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -202,6 +202,32 @@ const CASES: [Case; 10] = [
         ],
         flags: &[],
         texts: &[("rope.scaling.type", "yarn")],
+        vectors: &[],
+    },
+    Case {
+        golden: "minimaxm2_partial",
+        architecture: "minimax-m2",
+        names: &[
+            ("block_sparse_moe.gate", "ffn_gate_inp"),
+            (
+                "block_sparse_moe.e_score_correction_bias",
+                "exp_probs_b.bias",
+            ),
+            ("block_sparse_moe.experts.w1", "ffn_gate_exps"),
+            ("block_sparse_moe.experts.w3", "ffn_up_exps"),
+            ("block_sparse_moe.experts.w2", "ffn_down_exps"),
+        ],
+        integers: &[
+            ("attention.key_length", 32),
+            ("rope.dimension_count", 16),
+            ("expert_count", 6),
+            ("expert_used_count", 2),
+            ("expert_feed_forward_length", 32),
+            ("expert_gating_func", 2),
+        ],
+        floats: &[("rope.freq_base", 1e4)],
+        flags: &[],
+        texts: &[],
         vectors: &[],
     },
     Case {

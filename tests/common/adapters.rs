@@ -134,6 +134,7 @@ pub(crate) fn modules(case: &str) -> Vec<(String, [usize; 2])> {
             "norm",
             "conv1d",
             "mlp.gate.",
+            "moe.gate.",
             "shared_expert_gate.",
             "router.",
         ];

@@ -77,15 +77,17 @@ impl PlannedTensor {
 }
 
 /// Weights that serving engines fuse into one matrix with one global scale.
-pub(super) const FUSED: [&[&str]; 2] = [
+pub(super) const FUSED: [&[&str]; 3] = [
     &["q_proj.weight", "k_proj.weight", "v_proj.weight"],
     &["gate_proj.weight", "up_proj.weight"],
+    &["w1.weight", "w3.weight"],
 ];
 
 /// The other linear weights; some of them are stored fused.
-const ALONE: [&str; 4] = [
+const ALONE: [&str; 5] = [
     "o_proj.weight",
     "down_proj.weight",
+    "w2.weight",
     "qkv_proj.weight",
     "gate_up_proj.weight",
 ];

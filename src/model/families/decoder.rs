@@ -9,7 +9,8 @@ use crate::model::keys::{Keys, LARGEST};
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
     Activation, AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues,
-    MixerSpec, MlpSpec, NormNames, NormPlacement, PerLayerSpec, Scoring, SigmoidScoring, Spec,
+    MixerSpec, MlpSpec, NormNames, NormPlacement, PerLayerSpec, QkNorm, Scoring, SigmoidScoring,
+    Spec,
 };
 
 /// Larger than the number of blocks of any model, and small enough that listing missing tensors stays cheap.
@@ -244,7 +245,7 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         kv_heads,
         head_dim,
         key_values: KeyValues::Projected,
-        qk_norm: false,
+        qk_norm: QkNorm::None,
         value_norm: false,
         qkv_bias: false,
         o_bias: false,
@@ -386,14 +387,21 @@ pub(super) fn sigmoid_scoring(
     Ok(Scoring::Sigmoid(scoring))
 }
 
-/// The config with `part` as the part of a head that rotates, if it says none.
-pub(super) fn with_rotary_part(keys: &Keys<'_>, part: f64) -> Result<Map<String, Value>> {
+/// The config with these numbers, by their keys, where it has none.
+pub(super) fn with_numbers(keys: &Keys<'_>, numbers: &[(&str, f64)]) -> Result<Map<String, Value>> {
     let mut config = keys.0.clone();
-    if keys.number("partial_rotary_factor")?.is_none() {
-        config.insert("partial_rotary_factor".to_owned(), json!(part));
+    for (key, number) in numbers {
+        if keys.number(key)?.is_none() {
+            config.insert((*key).to_owned(), json!(number));
+        }
     }
     Ok(config)
 }
+
+/// The key for the part of a head that rotates.
+pub(super) const ROTARY_PART: &str = "partial_rotary_factor";
+/// The key for the base of the rotation.
+pub(super) const THETA: &str = "rope_theta";
 
 /// The layers with experts, from Qwen's keys: every `decoder_sparse_step`th, except `mlp_only_layers`.
 pub(super) fn expert_layers(keys: &Keys<'_>) -> Result<impl Fn(usize) -> bool + use<>> {

@@ -10,7 +10,7 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::Keys;
 use crate::model::rope;
-use crate::model::spec::{NormNames, NormPlacement, Spec};
+use crate::model::spec::{NormNames, NormPlacement, QkNorm, Spec};
 
 pub(super) const GEMMA3: Family = Family {
     model_type: "gemma3",
@@ -54,7 +54,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
         pre: true,
         post: true,
     };
-    decoder.block.attention.qk_norm = true;
+    decoder.block.attention.qk_norm = QkNorm::Heads;
     decoder.block.attention.scale = match keys.number("query_pre_attn_scalar")? {
         Some(n) if n > 0.0 && n.is_finite() => n.powf(-0.5) as f32,
         n => bail!(

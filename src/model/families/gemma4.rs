@@ -14,7 +14,7 @@ use crate::model::keys::Keys;
 use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{
     AttentionSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues, MlpSpec, NormNames,
-    NormPlacement, PerLayerSpec, PerLayerTableSpec, Scoring, Spec,
+    NormPlacement, PerLayerSpec, PerLayerTableSpec, QkNorm, Scoring, Spec,
 };
 
 pub(super) const GEMMA4: Family = Family {
@@ -64,7 +64,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
         post: true,
     };
     decoder.block.attention = AttentionSpec {
-        qk_norm: true,
+        qk_norm: QkNorm::Heads,
         value_norm: true,
         scale: 1.0,
         score_cap: None,

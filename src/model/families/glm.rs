@@ -3,12 +3,14 @@
 
 use serde_json::{Value, json};
 
-use super::decoder::{Decoder, experts, sigmoid_scoring, with_rotary_part};
+use super::decoder::{Decoder, ROTARY_PART, experts, sigmoid_scoring, with_numbers};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::{Keys, LARGEST};
-use crate::model::spec::{DenseMlpSpec, ExpertsSpec, MlpSpec, NormNames, SharedExpertSpec, Spec};
+use crate::model::spec::{
+    DenseMlpSpec, ExpertsSpec, MlpSpec, NormNames, QkNorm, SharedExpertSpec, Spec,
+};
 
 pub(super) const GLM4: Family = Family {
     model_type: "glm4",
@@ -56,7 +58,7 @@ fn glm4_moe_defaults() -> Value {
 }
 
 fn glm4(keys: &Keys<'_>) -> Result<Spec> {
-    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
+    let config = with_numbers(keys, &[(ROTARY_PART, PARTIAL_ROTARY)])?;
     let mut decoder = Decoder::read(&Keys(&config))?;
     decoder.refuse_experts(keys)?;
     decoder.spec.norm_names = NormNames::GLM4;
@@ -68,10 +70,12 @@ fn glm4(keys: &Keys<'_>) -> Result<Spec> {
 }
 
 fn glm4_moe(keys: &Keys<'_>) -> Result<Spec> {
-    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
+    let config = with_numbers(keys, &[(ROTARY_PART, PARTIAL_ROTARY)])?;
     let mut decoder = Decoder::read(&Keys(&config))?;
     decoder.block.attention.qkv_bias = keys.flag("attention_bias")? == Some(true);
-    decoder.block.attention.qk_norm = keys.flag("use_qk_norm")? == Some(true);
+    if keys.flag("use_qk_norm")? == Some(true) {
+        decoder.block.attention.qk_norm = QkNorm::Heads;
+    }
     decoder.spec.renamed = NAMES;
     decoder.spec.unread_layers = keys.count("num_mtp_layers")?.unwrap_or(0);
     let experts = mixture(keys)?;

@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::decoder::{Decoder, WINDOWED, experts};
+use super::decoder::{Decoder, THETA, WINDOWED, experts, with_numbers};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -18,7 +18,7 @@ pub(super) const GPT_OSS: Family = Family {
 };
 
 /// The base of the rotation, if the config has none.
-const THETA: f64 = 150_000.0;
+const BASE: f64 = 150_000.0;
 
 fn defaults() -> Value {
     json!({
@@ -61,7 +61,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
 
 /// The config with the defaults of its rotation, and the width of an expert, which has the name of that of a dense MLP.
 fn completed(keys: &Keys<'_>) -> Result<Map<String, Value>> {
-    let mut config = keys.0.clone();
+    let mut config = with_numbers(keys, &[(THETA, BASE)])?;
     if let Some(width) = keys.get("intermediate_size") {
         config.insert("moe_intermediate_size".to_owned(), width.clone());
     }
@@ -72,9 +72,6 @@ fn completed(keys: &Keys<'_>) -> Result<Map<String, Value>> {
             "original_max_position_embeddings": 4096
         });
         config.insert("rope_parameters".to_owned(), yarn);
-    }
-    if keys.number("rope_theta")?.is_none() {
-        config.insert("rope_theta".to_owned(), json!(THETA));
     }
     Ok(config)
 }

@@ -9,6 +9,7 @@ mod gguf;
 mod glm;
 mod gpt_oss;
 mod llama;
+mod minimax;
 mod mistral;
 mod nemotron;
 mod phi3;
@@ -48,6 +49,7 @@ pub const FAMILIES: &[Family] = &[
     gemma4::GEMMA4,
     glm::GLM4,
     glm::GLM4_MOE,
+    minimax::MINIMAX_M2,
 ];
 
 /// The families whose GGUF files are translated.
@@ -131,7 +133,7 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::spec::{AttentionSpec, BlockSpec};
+    use crate::model::spec::{AttentionSpec, BlockSpec, QkNorm};
     use serde_json::json;
 
     fn base() -> Value {
@@ -156,11 +158,11 @@ mod tests {
     fn families_are_data() {
         let c = read(&base()).unwrap();
         let attention = c.blocks[0].attention().unwrap();
-        assert!(attention.qk_norm && !attention.qkv_bias && !c.tied);
+        assert!(attention.qk_norm == QkNorm::Heads && !attention.qkv_bias && !c.tied);
         assert_eq!((c.eos, c.blocks.len()), (vec![3, 4], 2));
         let c = with("model_type", json!("qwen2")).unwrap();
         let attention = c.blocks[0].attention().unwrap();
-        assert!(!attention.qk_norm && attention.qkv_bias && !attention.o_bias);
+        assert!(attention.qk_norm == QkNorm::None && attention.qkv_bias && !attention.o_bias);
         let mut config = base();
         config["model_type"] = Value::Null;
         config["architectures"] = json!(["LlamaForCausalLM"]);
@@ -234,7 +236,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),

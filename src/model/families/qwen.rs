@@ -7,7 +7,7 @@ use super::decoder::{Decoder, WINDOWED, expert_layers, experts, intermediate_siz
 use super::family::Family;
 use crate::base::Result;
 use crate::model::keys::Keys;
-use crate::model::spec::{DenseMlpSpec, ExpertsSpec, MlpSpec, SharedExpertSpec, Spec};
+use crate::model::spec::{DenseMlpSpec, ExpertsSpec, MlpSpec, QkNorm, SharedExpertSpec, Spec};
 
 pub(super) const QWEN2: Family = Family {
     model_type: "qwen2",
@@ -99,7 +99,7 @@ fn qwen3(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.refuse_experts(keys)?;
     decoder.read_attention_bias(keys)?;
-    decoder.block.attention.qk_norm = true;
+    decoder.block.attention.qk_norm = QkNorm::Heads;
     finish(decoder, keys, last_layers)
 }
 
@@ -125,7 +125,7 @@ fn qwen2_moe(keys: &Keys<'_>) -> Result<Spec> {
 fn qwen3_moe(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.read_attention_bias(keys)?;
-    decoder.block.attention.qk_norm = true;
+    decoder.block.attention.qk_norm = QkNorm::Heads;
     let experts = experts(keys, "num_experts")?;
     let window = used_window(keys)?;
     with_experts(decoder.finish_windowed(window, |_| true), keys, experts)

@@ -4,8 +4,8 @@
 use serde_json::{Value, json};
 
 use super::decoder::{
-    Decoder, HEAD_MULTIPLE, MOST_TAPS, MOST_WIDTH, expert_layers, experts, intermediate_size,
-    with_rotary_part,
+    Decoder, HEAD_MULTIPLE, MOST_TAPS, MOST_WIDTH, ROTARY_PART, expert_layers, experts,
+    intermediate_size, with_numbers,
 };
 use super::family::Family;
 use crate::base::Result;
@@ -13,7 +13,7 @@ use crate::base::error::bail;
 use crate::model::keys::Keys;
 use crate::model::spec::{
     DeltaProjections, DenseMlpSpec, DrafterSpec, ExpertsSpec, GatedDeltaSpec, MixerSpec, MlpSpec,
-    SharedExpertSpec, Spec,
+    QkNorm, SharedExpertSpec, Spec,
 };
 use crate::tensor::DeltaShape;
 
@@ -87,7 +87,7 @@ fn qwen3_next_defaults() -> Value {
 }
 
 fn qwen3_5(keys: &Keys<'_>) -> Result<Spec> {
-    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
+    let config = with_numbers(keys, &[(ROTARY_PART, PARTIAL_ROTARY)])?;
     let decoder = Decoder::read(&Keys(&config))?;
     decoder.refuse_experts(keys)?;
     finish(decoder, keys, DeltaProjections::ByRole, |_| None)
@@ -95,7 +95,7 @@ fn qwen3_5(keys: &Keys<'_>) -> Result<Spec> {
 
 /// Always divides the weights of chosen experts by their sum, and has experts in every layer.
 fn qwen3_5_moe(keys: &Keys<'_>) -> Result<Spec> {
-    let mut config = with_rotary_part(keys, PARTIAL_ROTARY)?;
+    let mut config = with_numbers(keys, &[(ROTARY_PART, PARTIAL_ROTARY)])?;
     if let Some(width) = keys.get("moe_intermediate_size") {
         // There is no dense layer.
         config.insert("intermediate_size".to_owned(), width.clone());
@@ -109,7 +109,7 @@ fn qwen3_5_moe(keys: &Keys<'_>) -> Result<Spec> {
 }
 
 fn qwen3_next(keys: &Keys<'_>) -> Result<Spec> {
-    let config = with_rotary_part(keys, PARTIAL_ROTARY)?;
+    let config = with_numbers(keys, &[(ROTARY_PART, PARTIAL_ROTARY)])?;
     let decoder = Decoder::read(&Keys(&config))?;
     let (experts, has_experts) = (shared_experts(keys)?, expert_layers(keys)?);
     finish(decoder, keys, DeltaProjections::ByHead, |layer| {
@@ -138,7 +138,7 @@ fn finish(
 ) -> Result<Spec> {
     decoder.read_attention_bias(keys)?;
     decoder.spec.norm_plus_one = true;
-    decoder.block.attention.qk_norm = true;
+    decoder.block.attention.qk_norm = QkNorm::Heads;
     decoder.block.attention.gated = keys.flag("attn_output_gate")?.unwrap_or(true);
     let delta = GatedDeltaSpec {
         shape: delta_shape(keys)?,
@@ -241,7 +241,7 @@ mod tests {
         };
         assert_eq!(attends(&spec), [false, false, false, true]);
         let gated = spec.blocks[3].attention().unwrap();
-        assert!(gated.gated && gated.qk_norm);
+        assert!(gated.gated && gated.qk_norm == QkNorm::Heads);
         assert_eq!(spec.ropes[gated.rope.unwrap()].table.rotary_dim(), 8);
         let spec = with("full_attention_interval", json!(2)).unwrap();
         assert_eq!(attends(&spec), [false, true, false, true]);

@@ -13,7 +13,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry, no_tokenizer};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
-use crate::model::spec::{BlockSpec, KeyValues, MixerSpec, MlpSpec, Scoring};
+use crate::model::spec::{BlockSpec, KeyValues, MixerSpec, MlpSpec, QkNorm, Scoring};
 use crate::model::tensors::{self, StoredRows, TensorRole, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::ops::Device;
@@ -290,6 +290,9 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
     let (index, what) = first_block(spec, |block| match (&block.mixer, &block.mlp) {
         (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
             Some("has attention without rotation")
+        }
+        (MixerSpec::Attention(attention), _) if attention.qk_norm == QkNorm::Projections => {
+            Some("has attention with norms over all heads")
         }
         (MixerSpec::Attention(attention), _) if attention.neighbours => {
             Some("has attention that rotates neighbours")

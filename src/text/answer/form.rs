@@ -59,7 +59,7 @@ static HARMONY: Reasoning = Reasoning {
 
 /// The forms, each with texts that its templates contain. The first form whose texts all occur is chosen, so a form precedes those that
 /// share some of its texts.
-static FORMS: [(&dyn ToolCallForm, &[&str]); 18] = [
+static FORMS: [(&dyn ToolCallForm, &[&str]); 19] = [
     (&mistral::WITH_ID, &["[TOOL_CALLS]", "[CALL_ID]"]),
     (&mistral::WITH_NAME, &["[TOOL_CALLS]", "[ARGS]"]),
     (&mistral::LIST, &["[TOOL_CALLS]"]),
@@ -69,6 +69,7 @@ static FORMS: [(&dyn ToolCallForm, &[&str]); 18] = [
     ),
     (&deepseek::PLAIN, &["<｜tool▁call▁begin｜>"]),
     (&xml::SEED, &["<seed:tool_call>"]),
+    (&xml::MINIMAX, &["<minimax:tool_call>"]),
     (&gemma::FUNCTION_GEMMA, &["<start_function_call>"]),
     (&gemma::GEMMA4, &["<|tool_call>"]),
     (&json::COMMAND, &["<|START_ACTION|>"]),

@@ -11,7 +11,7 @@ use super::{deepseek, gemma, glm, json, llama, mistral, python, xml};
 use crate::base::env;
 use crate::text::ToolCall;
 
-static ALL: [&dyn ToolCallForm; 15] = [
+static ALL: [&dyn ToolCallForm; 16] = [
     &deepseek::PLAIN,
     &gemma::FUNCTION_GEMMA,
     &gemma::GEMMA4,
@@ -27,6 +27,7 @@ static ALL: [&dyn ToolCallForm; 15] = [
     &python::TOOL_CODE,
     &xml::QWEN_CODER,
     &xml::SEED,
+    &xml::MINIMAX,
 ];
 
 pub(super) fn content(text: &str) -> Event {
@@ -269,6 +270,9 @@ fn fragment() -> impl Strategy<Value = String> {
         "f(a=1)",
         "<function=f>",
         "</function>",
+        "<invoke name=\"f\">",
+        "</invoke>",
+        "<parameter name=\"a\">",
         "<parameter=a>",
         "</parameter>",
         "<arg_key>a</arg_key><arg_value>1</arg_value>",

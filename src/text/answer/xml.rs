@@ -1,5 +1,5 @@
 //! Calls as tags, one for the function and one for each parameter: Qwen3-Coder, Qwen 3.5 and Nemotron 3 within `<tool_call>`,
-//! which Qwen3-Coder at times leaves out, and Seed-OSS within `<seed:tool_call>`.
+//! which Qwen3-Coder at times leaves out, Seed-OSS within `<seed:tool_call>`, and MiniMax-M2 within `<minimax:tool_call>`.
 
 use serde_json::{Map, Value};
 
@@ -7,22 +7,38 @@ use super::section::{
     HEADER, Scan, SectionStep, ToolCallForm, Written, after_call, begins_or_begun, between, written,
 };
 
-const FUNCTION: [&str; 2] = ["<function=", "</function>"];
-const PARAMETER: [&str; 2] = ["<parameter=", "</parameter>"];
+/// A pair of tags, the first of which has a name: what is before and after that, and the last tag.
+type Tags = [&'static str; 3];
+
+const FUNCTION: Tags = ["<function=", ">", "</function>"];
+const PARAMETER: Tags = ["<parameter=", ">", "</parameter>"];
+const INVOKE: Tags = ["<invoke name=\"", "\">", "</invoke>"];
+const ATTRIBUTE: Tags = ["<parameter name=\"", "\">", "</parameter>"];
 
 /// Functions between two marks, or without marks.
 pub(super) struct Xml {
     begins: [&'static str; 2],
     marks: [&'static str; 2],
+    function: Tags,
+    parameter: Tags,
 }
 
 pub(super) static QWEN_CODER: Xml = Xml {
     begins: ["<tool_call>", FUNCTION[0]],
     marks: ["<tool_call>", "</tool_call>"],
+    function: FUNCTION,
+    parameter: PARAMETER,
 };
 pub(super) static SEED: Xml = Xml {
     begins: ["<seed:tool_call>", FUNCTION[0]],
     marks: ["<seed:tool_call>", "</seed:tool_call>"],
+    ..QWEN_CODER
+};
+pub(super) static MINIMAX: Xml = Xml {
+    begins: ["<minimax:tool_call>", INVOKE[0]],
+    marks: ["<minimax:tool_call>", "</minimax:tool_call>"],
+    function: INVOKE,
+    parameter: ATTRIBUTE,
 };
 
 impl ToolCallForm for Xml {
@@ -40,14 +56,15 @@ impl ToolCallForm for Xml {
 
     fn read(&self, text: &str, scan: &mut Scan, whole: bool) -> SectionStep {
         let [begin, end] = self.marks;
+        let [opening, _, closing] = self.function;
         if scan.has_calls {
             // A closing mark without an opening one.
             return after_call(text, char::is_whitespace, Some(end))
                 .unwrap_or(SectionStep::Over(Vec::new(), 0));
         }
-        if text.starts_with(FUNCTION[0]) {
-            return match between(text, scan, (FUNCTION[0], FUNCTION[1]), whole, |body| {
-                Some(vec![function(body)?])
+        if text.starts_with(opening) {
+            return match between(text, scan, (opening, closing), whole, |body| {
+                Some(vec![self.function(body)?])
             }) {
                 SectionStep::Over(calls, until) => SectionStep::Go(calls, until),
                 step => step,
@@ -56,44 +73,48 @@ impl ToolCallForm for Xml {
         if scan.at == 0 {
             let body = text[begin.len()..].trim_start();
             let is_far = text.len() - body.len() > HEADER;
-            if is_far || !begins_or_begun(body, FUNCTION[0]) {
+            if is_far || !begins_or_begun(body, opening) {
                 return SectionStep::Malformed(begin.len());
             }
-            if body.len() < FUNCTION[0].len() {
+            if body.len() < opening.len() {
                 return SectionStep::More;
             }
         }
-        between(text, scan, (begin, end), whole, functions)
+        between(text, scan, (begin, end), whole, |body| self.functions(body))
     }
 }
 
-/// The functions in the body of a frame.
-fn functions(body: &str) -> Option<Vec<Written>> {
-    let mut rest = body.trim();
-    let mut calls = Vec::new();
-    while !rest.is_empty() {
-        let inner = rest.strip_prefix(FUNCTION[0])?;
-        // Some models close the frame and forget the function.
-        let (inner, after) = inner.split_once(FUNCTION[1]).unwrap_or((inner, ""));
-        calls.push(function(inner)?);
-        rest = after.trim_start();
-    }
-    (!calls.is_empty()).then_some(calls)
-}
-
-/// The function in `text`, from its name on.
-fn function(text: &str) -> Option<Written> {
-    let (name, mut rest) = text.split_once('>')?;
-    let mut arguments = Map::new();
-    loop {
-        rest = rest.trim_start();
-        if rest.is_empty() {
-            return written(name, arguments);
+impl Xml {
+    /// The functions in the body of a frame.
+    fn functions(&self, body: &str) -> Option<Vec<Written>> {
+        let [opening, _, closing] = self.function;
+        let mut rest = body.trim();
+        let mut calls = Vec::new();
+        while !rest.is_empty() {
+            let inner = rest.strip_prefix(opening)?;
+            // Some models close the frame and forget the function.
+            let (inner, after) = inner.split_once(closing).unwrap_or((inner, ""));
+            calls.push(self.function(inner)?);
+            rest = after.trim_start();
         }
-        let (key, after) = rest.strip_prefix(PARAMETER[0])?.split_once('>')?;
-        let (text, after) = after.split_once(PARAMETER[1])?;
-        arguments.insert(key.trim().to_owned(), value(text));
-        rest = after;
+        (!calls.is_empty()).then_some(calls)
+    }
+
+    /// The function in `text`, from its name on.
+    fn function(&self, text: &str) -> Option<Written> {
+        let (name, mut rest) = text.split_once(self.function[1])?;
+        let [opening, after_name, closing] = self.parameter;
+        let mut arguments = Map::new();
+        loop {
+            rest = rest.trim_start();
+            if rest.is_empty() {
+                return written(name, arguments);
+            }
+            let (key, after) = rest.strip_prefix(opening)?.split_once(after_name)?;
+            let (text, after) = after.split_once(closing)?;
+            arguments.insert(key.trim().to_owned(), value(text));
+            rest = after;
+        }
     }
 }
 
@@ -156,6 +177,19 @@ mod tests {
             parsed(&SEED, answer),
             [call(0, "weather", r#"{"city": "Oslo", "on": true}"#)]
         );
+    }
+
+    #[test]
+    fn minimax() {
+        // As MiniMax-M2's template writes calls.
+        let answer = "I look.\n<minimax:tool_call>\n<invoke name=\"weather\">\n<parameter name=\"city\">Oslo</parameter>\n\
+            <parameter name=\"days\">3</parameter>\n</invoke>\n<invoke name=\"now\">\n</invoke>\n</minimax:tool_call>";
+        let events = [
+            content("I look."),
+            call(0, "weather", r#"{"city": "Oslo", "days": 3}"#),
+            call(1, "now", "{}"),
+        ];
+        assert_eq!(parsed(&MINIMAX, answer), events);
     }
 
     #[test]

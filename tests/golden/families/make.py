@@ -37,10 +37,11 @@ FAMILIES = {
     "gemma4": "gemma4_text",
     "glm4": "glm4",
     "glm4_moe": "glm4_moe",
+    "minimax_m2": "minimax_m2",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
-    "initializer_range", "use_cache", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
+    "initializer_range", "use_cache", "router_jitter_noise", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
     # Nemotron-H's keys of fresh weights, kernels, precisions and layers that draft, and those that its class does not read.
     "num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_min", "time_step_max", "time_step_floor", "chunk_size", "mamba_proj_bias",
@@ -164,6 +165,13 @@ PROBES["gemma4"] = COMMON + [
 
 PROBES["ministral3"] = [probe for probe in COMMON if "rope_theta" not in probe] + [
     dict(rope_parameters=dict(rope_type="yarn", rope_theta=3e4, factor=8.0, original_max_position_embeddings=4096, llama_4_scaling_beta=0.2)),
+]
+PROBES["minimax_m2"] = COMMON + [
+    dict(rotary_dim=64),
+    dict(rotary_dim=16, head_dim=32, rope_theta=1e4),
+    dict(partial_rotary_factor=0.25),
+    dict(num_local_experts=12, num_experts_per_tok=3),
+    dict(num_experts=12),
 ]
 PROBES["glm4"] = COMMON + [
     dict(partial_rotary_factor=0.25),

@@ -347,6 +347,19 @@ MINISTRAL3 = dict(SMALL, tie_word_embeddings=False, **rope(
     mscale_all_dim=1.0, llama_4_scaling_beta=0.1))
 CASES["ministral3_tied"] = ("Ministral3", dict(MINISTRAL3, head_dim=32, tie_word_embeddings=True))
 CASES["ministral3_nested"] = ("Ministral3", MINISTRAL3)
+# Norms over all heads of queries and of keys, and experts by the names of Mixtral. The part of a head that rotates is given in elements.
+MINIMAX_M2 = dict(
+    SMALL,
+    intermediate_size=32,
+    num_local_experts=6,
+    num_experts_per_tok=2,
+    tie_word_embeddings=False,
+    **rope(rope_theta=1e4, rope_type="default"),
+)
+CASES["minimaxm2_partial"] = ("MiniMaxM2", dict(MINIMAX_M2, head_dim=32, rotary_dim=16))
+CASES["minimaxm2_whole"] = ("MiniMaxM2", dict(
+    MINIMAX_M2, hidden_size=64, num_attention_heads=6, num_local_experts=4, num_experts_per_tok=3, num_hidden_layers=3))
+MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -386,6 +399,7 @@ TYPES = {
     "NemotronH": "nemotron_h",
     "GptOss": "gpt_oss",
     "Glm4Moe": "glm4_moe",
+    "MiniMaxM2": "minimax_m2",
 }
 LENGTHS = [7, 33]
 # Recurrent layers take 64 tokens at once here: this is more.
@@ -613,8 +627,9 @@ def maxima(model, tokens):
 def make(name, family, settings, seed):
     """Makes a case, and returns the model of transformers with its weights."""
     settings = {k: v for k, v in settings.items() if v is not None}
-    # A class adds defaults to `rope_parameters`. The config that is written has them, but not that of a model with recurrent layers.
-    given = copy.deepcopy(settings) if "linear_conv_kernel_dim" in settings else settings
+    # A class adds defaults to `rope_parameters`. The config that is written has them, but not that of a model with recurrent layers, or with
+    # a number of elements that rotate.
+    given = copy.deepcopy(settings) if {"linear_conv_kernel_dim", "rotary_dim"} & set(settings) else settings
     config = getattr(transformers, CONFIGS.get(family, family + "Config"))(**given)
     config._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(seed)
@@ -709,6 +724,9 @@ def make(name, family, settings, seed):
         stored.update(drafting(settings))
     if name in NESTED:
         stored = nested(stored, *NESTED[name][:2], beside(name, settings, random))
+    if family == "MiniMaxM2":
+        for part, published in MIXTRAL.items():
+            stored = {key.replace(part, published): value for key, value in stored.items()}
     if name in PUBLISHED:
         stored = {key.replace("model.", "backbone.", 1): value for key, value in stored.items()}
     save_file(stored, out / "model.safetensors")

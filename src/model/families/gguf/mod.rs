@@ -6,6 +6,7 @@ mod gemma4;
 mod glm;
 mod gpt_oss;
 mod llama;
+mod minimax;
 mod nemotron;
 mod phi3;
 mod qwen;
@@ -35,4 +36,5 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     gemma4::GEMMA4,
     glm::GLM4,
     glm::GLM4_MOE,
+    minimax::MINIMAX_M2,
 ];

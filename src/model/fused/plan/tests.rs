@@ -11,7 +11,7 @@ use crate::cuda::WideClusters;
 use crate::model::order::{BlockOp, operations};
 use crate::model::spec::{
     AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec,
-    GatedDeltaSpec, KeyValues, Mamba2Spec, MixerSpec, MlpSpec, NormPlacement, Scoring,
+    GatedDeltaSpec, KeyValues, Mamba2Spec, MixerSpec, MlpSpec, NormPlacement, QkNorm, Scoring,
     SharedExpertSpec, SigmoidScoring,
 };
 use crate::tensor::{DeltaShape, MambaShape};
@@ -296,7 +296,7 @@ fn attention(head_dim: usize) -> AttentionSpec {
         head_dim,
         key_values: KeyValues::Projected,
         value_norm: false,
-        qk_norm: true,
+        qk_norm: QkNorm::Heads,
         qkv_bias: false,
         o_bias: false,
         gated: false,

@@ -5,7 +5,7 @@ use super::super::{
 };
 use crate::model::spec::{
     AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues, MixerSpec,
-    MlpSpec, NormPlacement, PerLayerSpec, Scoring,
+    MlpSpec, NormPlacement, PerLayerSpec, QkNorm, Scoring,
 };
 
 /// Sizes of a model of Gemma 4.
@@ -100,7 +100,7 @@ impl Gemma4 {
                 head_dim: [256, 512][kind],
                 key_values,
                 neighbours: false,
-                qk_norm: true,
+                qk_norm: QkNorm::Heads,
                 value_norm: true,
                 qkv_bias: false,
                 o_bias: false,
