@@ -56,7 +56,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 11] = [
+const CASES: [Case; 12] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -231,6 +231,27 @@ const CASES: [Case; 11] = [
         vectors: &[],
     },
     Case {
+        golden: "gemma2_wide",
+        architecture: "gemma2",
+        names: &[
+            ("post_attention_layernorm", "post_attention_norm"),
+            ("pre_feedforward_layernorm", "ffn_norm"),
+            ("post_feedforward_layernorm", "post_ffw_norm"),
+        ],
+        integers: &[
+            ("attention.key_length", 256),
+            ("attention.sliding_window", 8),
+        ],
+        floats: &[
+            ("rope.freq_base", 1e4),
+            ("attn_logit_softcapping", 2.0),
+            ("final_logit_softcapping", 4.0),
+        ],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
         golden: "glm4_biased",
         architecture: "glm4",
         names: &[
@@ -326,7 +347,7 @@ impl Case {
 
     /// The values of a tensor as the converter writes them.
     fn stored(&self, name: &str, shape: &[usize], values: &mut [f32], config: &Value) {
-        if self.architecture == "gemma3" && name.ends_with("norm.weight") {
+        if self.architecture.starts_with("gemma") && name.ends_with("norm.weight") {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
         let heads = match name {

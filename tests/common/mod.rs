@@ -180,7 +180,7 @@ impl Drop for Copy {
 }
 
 /// The golden models that the processor and a GPU are tested with. A GPU refuses some of them, whose heads are small.
-pub(crate) const DEVICE_CASES: [&str; 30] = [
+pub(crate) const DEVICE_CASES: [&str; 32] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -208,6 +208,8 @@ pub(crate) const DEVICE_CASES: [&str; 30] = [
     "gemma4_wide",
     "gemma4_shared",
     "gemma4_beside",
+    "gemma2_wide",
+    "gemma2_mixed",
     "glm4_biased",
     "glm4moe_biased",
     "glm4moe_grouped",

@@ -7,7 +7,7 @@ use super::decoder::{
     Decoder, WINDOWED, activation, check_heads, expert_counts, intermediate_size, multiple_of_block,
 };
 use super::family::Family;
-use super::gemma3::embedding_scale;
+use super::gemma::embedding_scale;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::model::keys::Keys;

@@ -3,7 +3,7 @@
 
 mod decoder;
 mod family;
-mod gemma3;
+mod gemma;
 mod gemma4;
 mod gguf;
 mod glm;
@@ -40,7 +40,8 @@ pub const FAMILIES: &[Family] = &[
     mistral::MISTRAL,
     mistral::MINISTRAL3,
     phi3::PHI3,
-    gemma3::GEMMA3,
+    gemma::GEMMA2,
+    gemma::GEMMA3,
     qwen35::QWEN3_5,
     qwen35::QWEN3_5_MOE,
     qwen35::QWEN3_NEXT,
@@ -236,7 +237,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -420,6 +421,11 @@ mod tests {
             let want = expected["thetas"][spec.ropes.len() - 1].as_f64().unwrap();
             if probe["config"]["partial_rotary_factor"].is_null() {
                 assert!((base(0) / want - 1.0).abs() < 1e-3, "{probe}");
+            }
+            if let Some(caps) = expected["caps"].as_array() {
+                let got = [attention.score_cap, spec.logit_cap];
+                let caps = caps.iter().map(|cap| cap.as_f64().map(|cap| cap as f32));
+                assert_eq!(got.to_vec(), caps.collect::<Vec<_>>(), "{probe}");
             }
             let growth = spec.ropes.first().and_then(|set| set.table.growth);
             if let Some(expected) = expected["growth"].as_array() {

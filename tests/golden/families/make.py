@@ -28,6 +28,7 @@ FAMILIES = {
     "mistral": "mistral",
     "ministral3": "ministral3",
     "phi3": "phi3",
+    "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -166,6 +167,10 @@ PROBES["gemma4"] = COMMON + [
 PROBES["ministral3"] = [probe for probe in COMMON if "rope_theta" not in probe] + [
     dict(rope_parameters=dict(rope_type="yarn", rope_theta=3e4, factor=8.0, original_max_position_embeddings=4096, llama_4_scaling_beta=0.2)),
 ]
+PROBES["gemma2"] = COMMON + [
+    dict(sliding_window=16, layer_types=["full_attention", "full_attention", "sliding_attention"] * 2),
+    dict(attn_logit_softcapping=None, final_logit_softcapping=12.0),
+]
 PROBES["minimax_m2"] = COMMON + [
     dict(rotary_dim=64),
     dict(rotary_dim=16, head_dim=32, rope_theta=1e4),
@@ -229,6 +234,8 @@ def resolved(model_type, probe):
         keys = ["num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"]
         out["state"] = [getattr(config, "linear_" + key) for key in keys]
         out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
+    if "attn_logit_softcapping" in fields:
+        out["caps"] = [config.attn_logit_softcapping, config.final_logit_softcapping]
     if "llama_4_scaling_beta" in config.rope_parameters:
         out["growth"] = [config.rope_parameters[key] for key in ("llama_4_scaling_beta", "original_max_position_embeddings")]
     if "partial_rotary_factor" in config.rope_parameters:

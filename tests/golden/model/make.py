@@ -360,8 +360,24 @@ CASES["minimaxm2_partial"] = ("MiniMaxM2", dict(MINIMAX_M2, head_dim=32, rotary_
 CASES["minimaxm2_whole"] = ("MiniMaxM2", dict(
     MINIMAX_M2, hidden_size=64, num_attention_heads=6, num_local_experts=4, num_experts_per_tok=3, num_hidden_layers=3))
 MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+# Both caps, and a window in every other layer.
+GEMMA2 = dict(
+    SMALL,
+    num_hidden_layers=3,
+    sliding_window=8,
+    query_pre_attn_scalar=24,
+    hidden_activation="gelu_pytorch_tanh",
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=4.0,
+    tie_word_embeddings=True,
+    **rope(rope_theta=1e4, rope_type="default"),
+)
+CASES["gemma2_wide"] = ("Gemma2", dict(
+    GEMMA2, hidden_size=64, head_dim=256, num_attention_heads=2, num_key_value_heads=1, query_pre_attn_scalar=256))
+CASES["gemma2_mixed"] = ("Gemma2", dict(
+    GEMMA2, head_dim=32, layer_types=["full_attention", "full_attention", "sliding_attention"], final_logit_softcapping=None))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
-OFFSET_NORMS = {"Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
+OFFSET_NORMS = {"Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
 NESTED = {
     "smolvlm_nested": ("model.text_model.", "lm_head.", dict(model_type="smolvlm", architectures=["SmolVLMForConditionalGeneration"])),

@@ -1,7 +1,7 @@
 //! The families in GGUF: architectures, tensor names, metadata keys and storage of values, as written by llama.cpp's converter.
 
 mod common;
-mod gemma3;
+mod gemma;
 mod gemma4;
 mod glm;
 mod gpt_oss;
@@ -25,7 +25,8 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     qwen::QWEN2_VL,
     qwen::QWEN3_VL,
     qwen::QWEN3_VL_MOE,
-    gemma3::GEMMA3,
+    gemma::GEMMA2,
+    gemma::GEMMA3,
     phi3::PHI3,
     gpt_oss::GPT_OSS,
     qwen35::QWEN35,

@@ -1,13 +1,30 @@
-//! Gemma 3 in GGUF.
+//! Gemma 2 and 3 in GGUF.
 
 use serde_json::{Map, Value, json};
 
 use super::common::{
-    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, blocks, by_block, layer_types,
-    remove_zero_cap, required, window,
+    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, SLIDING_WINDOW, blocks, by_block,
+    layer_types, remove_zero_caps, required, window,
 };
 use crate::base::Result;
-use crate::checkpoint::{GgufFamily, GgufForm, GgufMetadata};
+use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
+
+pub(super) const GEMMA2: GgufFamily = GgufFamily {
+    architecture: "gemma2",
+    model_type: "gemma2",
+    class: "Gemma2ForCausalLM",
+    keys: &[
+        SLIDING_WINDOW,
+        LOGIT_CAP,
+        (
+            "attn_logit_softcapping",
+            "attn_logit_softcapping",
+            GgufKind::Float,
+        ),
+    ],
+    config: gemma2,
+    ..GEMMA3
+};
 
 pub(super) const GEMMA3: GgufFamily = GgufFamily {
     architecture: "gemma3",
@@ -29,11 +46,18 @@ pub(super) const GEMMA3: GgufFamily = GgufFamily {
     ..PLAIN
 };
 
+fn gemma2(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    remove_zero_caps(config);
+    let scalar = query_scalar(metadata, 46)?;
+    config.insert("query_pre_attn_scalar".into(), json!(scalar));
+    Ok(())
+}
+
 fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
     let layers = blocks(metadata)?;
     const PATTERN: &str = "attention.sliding_window_pattern";
     let window = window(metadata)?;
-    remove_zero_cap(config);
+    remove_zero_caps(config);
     let sliding: Vec<bool> = match (window, metadata.integers(PATTERN)) {
         // The converter omits the window if no layer has one.
         (None, _) => vec![false; layers],
@@ -57,11 +81,18 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
         let theta = metadata.float("rope.freq_base_swa")?.unwrap_or(10000.0);
         config.insert("rope_local_base_freq".into(), json!(theta));
     }
-    // All sizes except the one with 62 layers scale scores by the width of a head.
-    let scalar = match metadata.integer("attention.key_length")? {
-        Some(head_dim) if layers != 62 => head_dim,
-        _ => required(metadata, "embedding_length")? / required(metadata, "attention.head_count")?,
-    };
+    let scalar = query_scalar(metadata, 62)?;
     config.insert("query_pre_attn_scalar".into(), json!(scalar));
     Ok(())
+}
+
+/// All sizes except the one with `other` layers scale scores by the width of a head.
+fn query_scalar(metadata: &GgufMetadata<'_>, other: usize) -> Result<u64> {
+    match metadata.integer("attention.key_length")? {
+        Some(head_dim) if blocks(metadata)? != other => Ok(head_dim),
+        _ => {
+            let heads = required(metadata, "attention.head_count")?;
+            Ok(required(metadata, "embedding_length")? / heads)
+        }
+    }
 }
