@@ -222,7 +222,7 @@ fn relative_error(values: &[f64], expected: &[f32]) -> f64 {
     (error / if norm == 0.0 { 1.0 } else { norm }).sqrt()
 }
 
-const CASES: [&str; 21] = [
+const CASES: [&str; 22] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -234,6 +234,7 @@ const CASES: [&str; 21] = [
     "llama_llama3",
     "gemma3_wide",
     "gemma2_mixed",
+    "seedoss_biased",
     "mistral_window",
     "phi3_window",
     "phi3_partial",

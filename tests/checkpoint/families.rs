@@ -56,7 +56,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 12] = [
+const CASES: [Case; 15] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -252,6 +252,36 @@ const CASES: [Case; 12] = [
         vectors: &[],
     },
     Case {
+        golden: "smollm3_tied",
+        architecture: "smollm3",
+        names: &[],
+        integers: &[("rope.dimension_count", 32)],
+        floats: &[("rope.freq_base", 2e6)],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
+        golden: "seedoss_biased",
+        architecture: "seed_oss",
+        names: &[("post_attention_layernorm", "post_attention_norm")],
+        integers: &[("attention.key_length", 32)],
+        floats: &[("rope.freq_base", 1e6)],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
+        golden: "ernie45_biased",
+        architecture: "ernie4_5",
+        names: &[],
+        integers: &[("attention.key_length", 32)],
+        floats: &[("rope.freq_base", 5e5)],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
         golden: "glm4_biased",
         architecture: "glm4",
         names: &[
@@ -351,7 +381,7 @@ impl Case {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
         let heads = match name {
-            _ if !["llama", "mistral3"].contains(&self.architecture) => return,
+            _ if !["llama", "mistral3", "smollm3"].contains(&self.architecture) => return,
             _ if name.ends_with("q_proj.weight") => "num_attention_heads",
             _ if name.ends_with("k_proj.weight") => "num_key_value_heads",
             _ => return,

@@ -180,7 +180,7 @@ impl Drop for Copy {
 }
 
 /// The golden models that the processor and a GPU are tested with. A GPU refuses some of them, whose heads are small.
-pub(crate) const DEVICE_CASES: [&str; 32] = [
+pub(crate) const DEVICE_CASES: [&str; 35] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -210,6 +210,9 @@ pub(crate) const DEVICE_CASES: [&str; 32] = [
     "gemma4_beside",
     "gemma2_wide",
     "gemma2_mixed",
+    "smollm3_tied",
+    "seedoss_biased",
+    "ernie45_biased",
     "glm4_biased",
     "glm4moe_biased",
     "glm4moe_grouped",

@@ -7,7 +7,7 @@ use super::{json, published, published_template, with_fixed_date};
 
 /// Templates of models that run here, each with the text that it writes after an answer, and whether it writes the reasoning before a call,
 /// and before other answers.
-const TEMPLATES: [(&str, &str, bool, bool); 13] = [
+const TEMPLATES: [(&str, &str, bool, bool); 14] = [
     ("Qwen3.5-4B", "<|im_end|>", true, true),
     ("qwen3", "<|im_end|>", true, true),
     ("Qwen3-Coder", "<|im_end|>", false, false),
@@ -35,6 +35,7 @@ const TEMPLATES: [(&str, &str, bool, bool); 13] = [
     ),
     ("ByteDance-Seed-OSS", "<seed:eos>", true, true),
     ("MiniMax-M2", "[e~[", true, true),
+    ("HuggingFaceTB-SmolLM3-3B", "<|im_end|>", true, true),
     ("GLM-4.6", "", true, true),
 ];
 

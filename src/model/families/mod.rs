@@ -51,6 +51,9 @@ pub const FAMILIES: &[Family] = &[
     glm::GLM4,
     glm::GLM4_MOE,
     minimax::MINIMAX_M2,
+    llama::SMOLLM3,
+    llama::SEED_OSS,
+    llama::ERNIE4_5,
 ];
 
 /// The families whose GGUF files are translated.
@@ -237,7 +240,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),
@@ -421,6 +424,11 @@ mod tests {
             let want = expected["thetas"][spec.ropes.len() - 1].as_f64().unwrap();
             if probe["config"]["partial_rotary_factor"].is_null() {
                 assert!((base(0) / want - 1.0).abs() < 1e-3, "{probe}");
+            }
+            if let Some(rotates) = expected["rotates"].as_array() {
+                let attentions = spec.blocks.iter().filter_map(|block| block.attention());
+                let got: Vec<Value> = attentions.map(|a| json!(a.rope.is_some())).collect();
+                assert_eq!(&got, rotates, "{probe}");
             }
             if let Some(caps) = expected["caps"].as_array() {
                 let got = [attention.score_cap, spec.logit_cap];

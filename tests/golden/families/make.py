@@ -39,10 +39,13 @@ FAMILIES = {
     "glm4": "glm4",
     "glm4_moe": "glm4_moe",
     "minimax_m2": "minimax_m2",
+    "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
-    "initializer_range", "use_cache", "router_jitter_noise", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
+    "initializer_range", "use_cache", "router_jitter_noise", "residual_dropout", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
     # Nemotron-H's keys of fresh weights, kernels, precisions and layers that draft, and those that its class does not read.
     "num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_min", "time_step_max", "time_step_floor", "chunk_size", "mamba_proj_bias",
@@ -171,6 +174,13 @@ PROBES["gemma2"] = COMMON + [
     dict(sliding_window=16, layer_types=["full_attention", "full_attention", "sliding_attention"] * 2),
     dict(attn_logit_softcapping=None, final_logit_softcapping=12.0),
 ]
+PROBES["smollm3"] = COMMON + [
+    dict(num_attention_heads=16, use_sliding_window=True, sliding_window=16),
+    dict(no_rope_layers=[0, 1, 1, 0, 1, 1], use_sliding_window=True, sliding_window=16),
+    dict(layer_types=["full_attention", "sliding_attention"] * 3, use_sliding_window=True, sliding_window=16),
+]
+PROBES["seed_oss"] = COMMON + [dict(num_key_value_heads=None), dict(head_dim=None)]
+PROBES["ernie4_5"] = COMMON + [dict(num_key_value_heads=None), dict(head_dim=None)]
 PROBES["minimax_m2"] = COMMON + [
     dict(rotary_dim=64),
     dict(rotary_dim=16, head_dim=32, rope_theta=1e4),
@@ -234,6 +244,10 @@ def resolved(model_type, probe):
         keys = ["num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim"]
         out["state"] = [getattr(config, "linear_" + key) for key in keys]
         out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
+    if "no_rope_layers" in fields:
+        out["rotates"] = [bool(rotates) for rotates in config.no_rope_layers]
+        window = window if config.use_sliding_window else None
+        out["windows"] = [window if kind == "sliding_attention" else None for kind in types]
     if "attn_logit_softcapping" in fields:
         out["caps"] = [config.attn_logit_softcapping, config.final_logit_softcapping]
     if "llama_4_scaling_beta" in config.rope_parameters:

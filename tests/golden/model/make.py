@@ -376,6 +376,22 @@ CASES["gemma2_wide"] = ("Gemma2", dict(
     GEMMA2, hidden_size=64, head_dim=256, num_attention_heads=2, num_key_value_heads=1, query_pre_attn_scalar=256))
 CASES["gemma2_mixed"] = ("Gemma2", dict(
     GEMMA2, head_dim=32, layer_types=["full_attention", "full_attention", "sliding_attention"], final_logit_softcapping=None))
+# Layers without positions, by their interval or listed, the latter with a window too.
+SMOLLM3 = dict(SMALL, head_dim=None, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3, pad_token_id=0)
+CASES["smollm3_tied"] = ("SmolLM3", dict(
+    SMOLLM3, num_hidden_layers=4, num_key_value_heads=2, tie_word_embeddings=True, **rope(rope_theta=2e6, rope_type="default")))
+CASES["smollm3_listed"] = ("SmolLM3", dict(
+    SMOLLM3, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=8, attention_bias=True, mlp_bias=True,
+    tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
+# Biases of queries, keys and values, and of other projections.
+SEED_OSS = dict(SMALL, tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default"))
+CASES["seedoss_biased"] = ("SeedOss", dict(SEED_OSS, head_dim=32, attention_bias=True))
+CASES["seedoss_others"] = ("SeedOss", dict(SEED_OSS, attention_bias=False, attention_out_bias=True, mlp_bias=True))
+# Neighbours rotate.
+CASES["ernie45_biased"] = ("Ernie4_5", dict(
+    SMALL, head_dim=32, use_bias=True, tie_word_embeddings=True, **rope(rope_theta=5e5, rope_type="default")))
+CASES["ernie45_plain"] = ("Ernie4_5", dict(
+    SMALL, num_key_value_heads=1, use_bias=False, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -416,6 +432,7 @@ TYPES = {
     "GptOss": "gpt_oss",
     "Glm4Moe": "glm4_moe",
     "MiniMaxM2": "minimax_m2",
+    "SeedOss": "seed_oss",
 }
 LENGTHS = [7, 33]
 # Recurrent layers take 64 tokens at once here: this is more.

@@ -1,19 +1,24 @@
-//! Llama, Mistral and Ministral 3 in GGUF.
+//! Llama, Mistral, Ministral 3, SmolLM3, Seed-OSS and ERNIE 4.5 in GGUF.
 
 use serde_json::{Map, Value, json};
 
-use super::common::{EXPERTS_PER_TOKEN, PLAIN, SLIDING_WINDOW, window};
+use super::common::{
+    ATTENTION, BLOCK_NORMS, EXPERTS_PER_TOKEN, MLP, PLAIN, SLIDING_WINDOW, window,
+};
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
+
+/// The rows of queries and keys as the converter orders them.
+const INTERLEAVED: &[(&str, GgufForm)] = &[
+    ("attn_q", GgufForm::Interleaved("attention.head_count")),
+    ("attn_k", GgufForm::Interleaved("attention.head_count_kv")),
+];
 
 pub(super) const LLAMA: GgufFamily = GgufFamily {
     architecture: "llama",
     model_type: "llama",
     class: "LlamaForCausalLM",
-    forms: &[
-        ("attn_q", GgufForm::Interleaved("attention.head_count")),
-        ("attn_k", GgufForm::Interleaved("attention.head_count_kv")),
-    ],
+    forms: INTERLEAVED,
     keys: &[
         SLIDING_WINDOW,
         ("num_local_experts", "expert_count", GgufKind::Integer),
@@ -30,6 +35,39 @@ pub(super) const MISTRAL3: GgufFamily = GgufFamily {
     config: ministral3,
     ..LLAMA
 };
+
+pub(super) const SMOLLM3: GgufFamily = GgufFamily {
+    architecture: "smollm3",
+    model_type: "smollm3",
+    class: "SmolLM3ForCausalLM",
+    forms: INTERLEAVED,
+    keys: &[],
+    ..PLAIN
+};
+
+pub(super) const SEED_OSS: GgufFamily = GgufFamily {
+    architecture: "seed_oss",
+    model_type: "seed_oss",
+    class: "SeedOssForCausalLM",
+    per_layer: &[BLOCK_NORMS, ATTENTION, MLP],
+    keys: &[],
+    ..PLAIN
+};
+
+pub(super) const ERNIE4_5: GgufFamily = GgufFamily {
+    architecture: "ernie4_5",
+    model_type: "ernie4_5",
+    class: "Ernie4_5ForCausalLM",
+    keys: &[],
+    config: ernie4_5,
+    ..PLAIN
+};
+
+fn ernie4_5(_: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    let bias = config.get("attention_bias").cloned();
+    config.insert("use_bias".into(), bias.unwrap_or_default());
+    Ok(())
+}
 
 /// Strengths of YaRN and the rate of queries are parameters of the rotation. A file without scaling has none.
 fn ministral3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {

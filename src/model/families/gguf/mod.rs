@@ -38,4 +38,7 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     glm::GLM4,
     glm::GLM4_MOE,
     minimax::MINIMAX_M2,
+    llama::SMOLLM3,
+    llama::SEED_OSS,
+    llama::ERNIE4_5,
 ];
