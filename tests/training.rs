@@ -222,7 +222,7 @@ fn relative_error(values: &[f64], expected: &[f32]) -> f64 {
     (error / if norm == 0.0 { 1.0 } else { norm }).sqrt()
 }
 
-const CASES: [&str; 22] = [
+const CASES: [&str; 23] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -235,6 +235,7 @@ const CASES: [&str; 22] = [
     "gemma3_wide",
     "gemma2_mixed",
     "seedoss_biased",
+    "exaone4_plain",
     "mistral_window",
     "phi3_window",
     "phi3_partial",

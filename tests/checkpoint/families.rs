@@ -56,7 +56,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 15] = [
+const CASES: [Case; 18] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -282,6 +282,48 @@ const CASES: [Case; 15] = [
         vectors: &[],
     },
     Case {
+        golden: "olmo2_grouped",
+        architecture: "olmo2",
+        names: AFTER_HALVES,
+        integers: &[],
+        floats: &[("rope.freq_base", 5e5)],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
+        golden: "olmo3_window",
+        architecture: "olmo2",
+        names: AFTER_HALVES,
+        integers: &[
+            ("attention.sliding_window", 8),
+            ("rope.scaling.original_context_length", 32),
+        ],
+        floats: &[
+            ("rope.freq_base", 5e5),
+            ("rope.scaling.factor", 8.0),
+            ("rope.scaling.attn_factor", 1.2),
+            ("rope.scaling.yarn_beta_fast", 32.0),
+            ("rope.scaling.yarn_beta_slow", 1.0),
+        ],
+        flags: &[],
+        texts: &[("rope.scaling.type", "yarn")],
+        vectors: &[],
+    },
+    Case {
+        golden: "exaone4_mixed",
+        architecture: "exaone4",
+        names: AFTER_HALVES,
+        integers: &[
+            ("attention.key_length", 32),
+            ("attention.sliding_window", 8),
+        ],
+        floats: &[("rope.freq_base", 1e6)],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
         golden: "glm4_biased",
         architecture: "glm4",
         names: &[
@@ -315,6 +357,11 @@ const CASES: [Case; 15] = [
         texts: &[],
         vectors: &[],
     },
+];
+
+const AFTER_HALVES: &[(&str, &str)] = &[
+    ("post_attention_layernorm", "post_attention_norm"),
+    ("post_feedforward_layernorm", "post_ffw_norm"),
 ];
 
 const GLM4_MOE: &[(&str, &str)] = &[

@@ -12,6 +12,7 @@ mod llama;
 mod minimax;
 mod mistral;
 mod nemotron;
+mod olmo;
 mod phi3;
 mod qwen;
 mod qwen35;
@@ -54,6 +55,9 @@ pub const FAMILIES: &[Family] = &[
     llama::SMOLLM3,
     llama::SEED_OSS,
     llama::ERNIE4_5,
+    olmo::OLMO2,
+    olmo::OLMO3,
+    olmo::EXAONE4,
 ];
 
 /// The families whose GGUF files are translated.
@@ -240,7 +244,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),

@@ -30,6 +30,7 @@ pub(super) const OUTER: &[Outer] = &[
     outer("audioflamingo3", "qwen2", false),
     outer("deepseek_vl", "llama", true),
     outer("deepseek_vl_hybrid", "llama", true),
+    outer("exaone4_5", "exaone4", false),
     outer("fast_vlm", "qwen2", false),
     outer("fun_asr_nano", "qwen3", true),
     outer("gemma3", "gemma3_text", true),

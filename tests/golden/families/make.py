@@ -42,6 +42,9 @@ FAMILIES = {
     "smollm3": "smollm3",
     "seed_oss": "seed_oss",
     "ernie4_5": "ernie4_5",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "exaone4": "exaone4",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
@@ -181,6 +184,16 @@ PROBES["smollm3"] = COMMON + [
 ]
 PROBES["seed_oss"] = COMMON + [dict(num_key_value_heads=None), dict(head_dim=None)]
 PROBES["ernie4_5"] = COMMON + [dict(num_key_value_heads=None), dict(head_dim=None)]
+PROBES["olmo2"] = COMMON + [dict(num_key_value_heads=None)]
+PROBES["olmo3"] = COMMON + [
+    dict(sliding_window=16, layer_types=["full_attention", "sliding_attention"] * 3),
+    dict(rope_theta=3e5, rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=512)),
+]
+PROBES["exaone4"] = COMMON + [
+    dict(sliding_window=16, sliding_window_pattern=3),
+    dict(sliding_window=None, layer_types=["full_attention"] * 6),
+    dict(sliding_window=16, sliding_window_pattern="LG", layer_types=["sliding_attention", "full_attention"] * 3),
+]
 PROBES["minimax_m2"] = COMMON + [
     dict(rotary_dim=64),
     dict(rotary_dim=16, head_dim=32, rope_theta=1e4),
@@ -248,6 +261,8 @@ def resolved(model_type, probe):
         out["rotates"] = [bool(rotates) for rotates in config.no_rope_layers]
         window = window if config.use_sliding_window else None
         out["windows"] = [window if kind == "sliding_attention" else None for kind in types]
+    if model_type == "exaone4":
+        out["rotates"] = [config.sliding_window is None or kind == "sliding_attention" for kind in types]
     if "attn_logit_softcapping" in fields:
         out["caps"] = [config.attn_logit_softcapping, config.final_logit_softcapping]
     if "llama_4_scaling_beta" in config.rope_parameters:

@@ -392,6 +392,29 @@ CASES["ernie45_biased"] = ("Ernie4_5", dict(
     SMALL, head_dim=32, use_bias=True, tie_word_embeddings=True, **rope(rope_theta=5e5, rope_type="default")))
 CASES["ernie45_plain"] = ("Ernie4_5", dict(
     SMALL, num_key_value_heads=1, use_bias=False, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
+# Norms after each half of a block, and none before.
+OLMO = dict(SMALL, head_dim=None, hidden_size=64, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1)
+CASES["olmo2_grouped"] = ("Olmo2", dict(OLMO, **rope(rope_theta=5e5, rope_type="default")))
+CASES["olmo2_tied"] = ("Olmo2", dict(
+    OLMO, hidden_size=48, num_attention_heads=3, num_key_value_heads=3, attention_bias=True, tie_word_embeddings=True,
+    **rope(rope_theta=1e4, rope_type="default")))
+# Only layers that see everything have the scaling.
+CASES["olmo3_window"] = ("Olmo3", dict(
+    OLMO, num_hidden_layers=4, sliding_window=8,
+    rope_parameters={
+        "full_attention": dict(
+            rope_type="yarn", rope_theta=5e5, factor=8.0, original_max_position_embeddings=32, attention_factor=1.2, beta_fast=32.0, beta_slow=1.0),
+        "sliding_attention": dict(rope_type="default", rope_theta=5e5),
+    }))
+EXAONE4 = dict(SMALL, head_dim=32, tie_word_embeddings=True)
+CASES["exaone4_plain"] = ("Exaone4", dict(
+    EXAONE4, sliding_window=0, layer_types=["full_attention"] * 2, **rope(
+        rope_theta=1e6, rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)))
+# Layers with a window rotate, and the other does not.
+CASES["exaone4_mixed"] = ("Exaone4", dict(
+    EXAONE4, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4, tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default")))
+# A window of 0 here is null in files.
+NO_WINDOW = {"exaone4_plain"}
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -665,6 +688,8 @@ def make(name, family, settings, seed):
     given = copy.deepcopy(settings) if {"linear_conv_kernel_dim", "rotary_dim"} & set(settings) else settings
     config = getattr(transformers, CONFIGS.get(family, family + "Config"))(**given)
     config._attn_implementation = "eager"
+    if name in NO_WINDOW:
+        config.sliding_window = None
     generator = torch.Generator().manual_seed(seed)
     random = lambda shape: torch.randn(shape, generator=generator)
     uniform = lambda shape: torch.rand(shape, generator=generator)
@@ -767,6 +792,8 @@ def make(name, family, settings, seed):
     written = {"architectures": [family + "ForCausalLM"], "model_type": TYPES.get(family, family.lower()), "hidden_act": "silu", **settings}
     if "hidden_activation" in written or family == "NemotronH":
         del written["hidden_act"]
+    if name in NO_WINDOW:
+        written["sliding_window"] = None
     if name in OLD_WORDS:
         parameters = dict(written.pop("rope_parameters"))
         if "full_attention" in parameters:

@@ -8,6 +8,7 @@ mod gpt_oss;
 mod llama;
 mod minimax;
 mod nemotron;
+mod olmo;
 mod phi3;
 mod qwen;
 mod qwen35;
@@ -41,4 +42,6 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     llama::SMOLLM3,
     llama::SEED_OSS,
     llama::ERNIE4_5,
+    olmo::OLMO2,
+    olmo::EXAONE4,
 ];
