@@ -33,6 +33,10 @@ pub struct Spec {
     pub per_layer_table: Option<PerLayerTableSpec>,
     /// Whether the head shares the embedding's table.
     pub tied: bool,
+    /// Factor of what each half of a block adds to the residual stream.
+    pub residual_scale: f32,
+    /// Factor of the logits.
+    pub logit_scale: f32,
     /// Soft cap of the logits: `cap * tanh(logit / cap)`.
     pub logit_cap: Option<f32>,
     /// The rotations; each block refers to one by index.

@@ -25,9 +25,11 @@ pub struct FamilySupport {
     pub training_on_gpu: Option<String>,
 }
 
-/// Sizes that stand for defaults. The experts of Nemotron-H's class are no multiple of the blocks of NVFP4, and GLM's class has heads of no size.
-const SIZES: [(&str, usize); 3] = [
+/// Numbers that stand for defaults. The experts of Nemotron-H's class are no multiple of the blocks of NVFP4, GLM's class has heads of no size,
+/// and Granite's has factors that change nothing.
+const NUMBERS: [(&str, usize); 4] = [
     ("head_dim", 128),
+    ("logits_scaling", 8),
     ("moe_intermediate_size", 512),
     ("moe_shared_expert_intermediate_size", 512),
 ];
@@ -36,8 +38,8 @@ const SIZES: [(&str, usize); 3] = [
 pub fn known() -> Result<Vec<FamilySupport>> {
     let of = |family: &families::Family| {
         let mut config = json!({"model_type": family.model_type});
-        for (key, size) in SIZES {
-            config[key] = size.into();
+        for (key, number) in NUMBERS {
+            config[key] = number.into();
         }
         let spec = families::read(&config)?;
         Ok(FamilySupport {
@@ -175,6 +177,10 @@ mod tests {
             ("olmo2", whole),
             ("olmo3", whole),
             ("exaone4", bare),
+            (
+                "granite",
+                "this MODEL model has factors of what its blocks add and of its logits",
+            ),
         ];
         let expected = expected.map(|(name, what)| (name, what.replace("MODEL", name)));
         let refused = known()

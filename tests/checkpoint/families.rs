@@ -56,7 +56,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 18] = [
+const CASES: [Case; 19] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -324,6 +324,22 @@ const CASES: [Case; 18] = [
         vectors: &[],
     },
     Case {
+        golden: "granite_tied",
+        architecture: "granite",
+        names: &[],
+        integers: &[],
+        floats: &[
+            ("rope.freq_base", 1e4),
+            ("embedding_scale", 6.0),
+            ("attention.scale", 0.2),
+            ("residual_scale", 0.4),
+            ("logit_scale", 2.0),
+        ],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
         golden: "glm4_biased",
         architecture: "glm4",
         names: &[
@@ -428,7 +444,9 @@ impl Case {
             values.iter_mut().for_each(|v| *v += 1.0);
         }
         let heads = match name {
-            _ if !["llama", "mistral3", "smollm3"].contains(&self.architecture) => return,
+            _ if !["llama", "mistral3", "smollm3", "granite"].contains(&self.architecture) => {
+                return;
+            }
             _ if name.ends_with("q_proj.weight") => "num_attention_heads",
             _ if name.ends_with("k_proj.weight") => "num_key_value_heads",
             _ => return,

@@ -409,6 +409,10 @@ impl<'a> ReferencePass<'a> {
         if let Some(weight) = norm {
             norm::rms_norm_in_place(device, s.normed.first_mut(len)?, weight, eps)?;
         }
+        match self.spec.residual_scale {
+            1.0 => {}
+            factor => activation::scale(device, s.normed.first_mut(len)?, factor)?,
+        }
         activation::add(device, s.residual.first_mut(len)?, s.normed.first(len)?)
     }
 
@@ -903,6 +907,10 @@ pub(super) fn head(
     let outputs = &mut [(head, out.reborrow())];
     let workspace = &mut s.products.workspace;
     project(device, activations, x, m, outputs, workspace)?;
+    match spec.logit_scale {
+        1.0 => {}
+        factor => activation::scale(device, out.reborrow(), factor)?,
+    }
     if let Some(cap) = spec.logit_cap {
         activation::soft_cap(device, out, cap)?;
     }

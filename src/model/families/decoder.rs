@@ -103,6 +103,8 @@ impl Decoder {
                 embedding_scale: 1.0,
                 per_layer_table: None,
                 tied: keys.flag("tie_word_embeddings")?.unwrap_or(false),
+                residual_scale: 1.0,
+                logit_scale: 1.0,
                 logit_cap: cap(keys, "final_logit_softcapping")?,
                 ropes: ropes(attention.head_dim, max_positions)?,
                 blocks: Vec::new(),
@@ -317,6 +319,17 @@ fn cap(keys: &Keys<'_>, name: &str) -> Result<Option<f32>> {
             "config: '{name}' is {cap}; expected a positive number"
         ),
         cap => Ok(cap.map(|cap| cap as f32)),
+    }
+}
+
+/// The factor that the key `name` gives, or else 1.
+pub(super) fn factor(keys: &Keys<'_>, name: &str) -> Result<f32> {
+    match keys.number(name)? {
+        Some(factor) if !(factor > 0.0 && (factor as f32).is_finite()) => bail!(
+            CorruptFile,
+            "config: '{name}' is {factor}; expected a positive number"
+        ),
+        factor => Ok(factor.unwrap_or(1.0) as f32),
     }
 }
 

@@ -8,6 +8,7 @@ mod gemma4;
 mod gguf;
 mod glm;
 mod gpt_oss;
+mod granite;
 mod llama;
 mod minimax;
 mod mistral;
@@ -58,6 +59,34 @@ pub const FAMILIES: &[Family] = &[
     olmo::OLMO2,
     olmo::OLMO3,
     olmo::EXAONE4,
+    granite::GRANITE,
+];
+
+const LATENT: &str = "latent attention";
+
+/// Families that do not run, by `model_type`, and what they have that cannot be run.
+const MISSING: &[(&str, &str)] = &[
+    ("deepseek_v2", LATENT),
+    ("deepseek_v3", LATENT),
+    ("deepseek_v32", "sparse latent attention"),
+    ("glm4_moe_lite", LATENT),
+    ("glm_moe_dsa", "sparse latent attention"),
+    ("kimi_k2", LATENT),
+    (
+        "kimi_linear",
+        "latent attention and delta nets gated by channels",
+    ),
+    ("longcat_flash", LATENT),
+    ("minicpm3", LATENT),
+    ("mistral4", LATENT),
+    ("mistral_large4", LATENT),
+    ("llama4", "attention in chunks"),
+    ("minimax", "linear attention"),
+    ("ernie4_5_moe", "experts chosen by corrected softmax scores"),
+    ("falcon_h1", "Mamba-2 beside attention"),
+    ("granitemoehybrid", "Mamba-2 before an MLP"),
+    ("lfm2", "short convolutions"),
+    ("lfm2_moe", "short convolutions"),
 ];
 
 /// The families whose GGUF files are translated.
@@ -127,6 +156,13 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
             "config: neither 'model_type' nor 'architectures' says what the model is"
         ),
     };
+    let missing = MISSING.iter().find(|(name, _)| Some(*name) == plain);
+    if let Some((name, what)) = missing.filter(|_| found.is_none()) {
+        bail!(
+            Unsupported,
+            "models of the architecture '{name}' have {what}, which cannot be run yet"
+        );
+    }
     found.ok_or_else(|| {
         let known: Vec<_> = FAMILIES.iter().map(|f| f.model_type).collect();
         err!(
@@ -244,7 +280,17 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4, granite",
+            ),
+            (
+                "model_type",
+                json!("deepseek_v3"),
+                "models of the architecture 'deepseek_v3' have latent attention, which cannot be run yet",
+            ),
+            (
+                "model_type",
+                json!("llama4_text"),
+                "the architecture 'llama4' have attention in chunks",
             ),
             ("hidden_act", json!("gelu"), "'gelu'"),
             ("hidden_size", json!(72), "hidden_size is 72"),

@@ -38,6 +38,8 @@ pub(super) const OUTER: &[Outer] = &[
     outer("gemma4_assistant", "gemma4_text", true),
     outer("glmasr", "llama", true),
     outer("got_ocr2", "qwen2", true),
+    outer("granite_speech", "granite", true),
+    outer("granite_speech_plus", "granite", true),
     outer("idefics2", "mistral", false),
     outer("idefics3", "llama", false),
     outer("internvl", "qwen2", true),

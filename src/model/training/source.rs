@@ -287,6 +287,12 @@ fn row_elements(entry: &Entry) -> usize {
 
 /// Why a model is neither trained nor calibrated: the first block whose backward pass is not built, if any.
 pub fn untrainable(spec: &Spec) -> Option<String> {
+    if spec.residual_scale != 1.0 || spec.logit_scale != 1.0 {
+        return Some(format!(
+            "this {} model has factors of what its blocks add and of its logits, which have no backward pass yet: it can be run and quantized, but not trained or calibrated",
+            spec.family
+        ));
+    }
     let (index, what) = first_block(spec, |block| match (&block.mixer, &block.mlp) {
         (MixerSpec::Attention(attention), _) if attention.rope.is_none() => {
             Some("has attention without rotation")

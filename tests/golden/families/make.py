@@ -45,6 +45,7 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "exaone4": "exaone4",
+    "granite": "granite",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
@@ -194,6 +195,7 @@ PROBES["exaone4"] = COMMON + [
     dict(sliding_window=None, layer_types=["full_attention"] * 6),
     dict(sliding_window=16, sliding_window_pattern="LG", layer_types=["sliding_attention", "full_attention"] * 3),
 ]
+PROBES["granite"] = COMMON + [dict(num_key_value_heads=None)]
 PROBES["minimax_m2"] = COMMON + [
     dict(rotary_dim=64),
     dict(rotary_dim=16, head_dim=32, rope_theta=1e4),

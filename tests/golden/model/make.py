@@ -415,6 +415,13 @@ CASES["exaone4_mixed"] = ("Exaone4", dict(
     EXAONE4, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4, tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default")))
 # A window of 0 here is null in files.
 NO_WINDOW = {"exaone4_plain"}
+# Factors of embeddings, scores, what blocks add, and logits.
+GRANITE = dict(
+    SMALL, head_dim=None, hidden_size=64, embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.0,
+    **rope(rope_theta=1e4, rope_type="default"))
+CASES["granite_tied"] = ("Granite", dict(GRANITE, tie_word_embeddings=True))
+CASES["granite_biased"] = ("Granite", dict(
+    GRANITE, num_attention_heads=2, attention_bias=True, mlp_bias=True, num_hidden_layers=3, tie_word_embeddings=False))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}

@@ -9,7 +9,7 @@ use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
 
 /// The rows of queries and keys as the converter orders them.
-const INTERLEAVED: &[(&str, GgufForm)] = &[
+pub(super) const INTERLEAVED: &[(&str, GgufForm)] = &[
     ("attn_q", GgufForm::Interleaved("attention.head_count")),
     ("attn_k", GgufForm::Interleaved("attention.head_count_kv")),
 ];

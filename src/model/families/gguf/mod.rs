@@ -5,6 +5,7 @@ mod gemma;
 mod gemma4;
 mod glm;
 mod gpt_oss;
+mod granite;
 mod llama;
 mod minimax;
 mod nemotron;
@@ -44,4 +45,5 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     llama::ERNIE4_5,
     olmo::OLMO2,
     olmo::EXAONE4,
+    granite::GRANITE,
 ];

@@ -1,0 +1,74 @@
+//! Granite: Llama with factors of embeddings, of scores, of what each half of a block adds, and of logits.
+
+use serde_json::{Value, json};
+
+use super::decoder::{Decoder, factor};
+use super::family::Family;
+use crate::base::Result;
+use crate::model::keys::Keys;
+use crate::model::spec::Spec;
+
+pub(super) const GRANITE: Family = Family {
+    model_type: "granite",
+    class: "GraniteForCausalLM",
+    defaults,
+    renamed: &[],
+    read,
+};
+
+fn defaults() -> Value {
+    json!({
+        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": null, "hidden_act": "silu", "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": false, "rope_parameters": null, "attention_bias": false,
+        "mlp_bias": false, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0
+    })
+}
+
+fn read(keys: &Keys<'_>) -> Result<Spec> {
+    let mut decoder = Decoder::read(keys)?;
+    decoder.refuse_experts(keys)?;
+    decoder.read_attention_bias(keys)?;
+    decoder.block.attention.scale = factor(keys, "attention_multiplier")?;
+    let spec = &mut decoder.spec;
+    spec.embedding_scale = factor(keys, "embedding_multiplier")?;
+    spec.residual_scale = factor(keys, "residual_multiplier")?;
+    // A divisor.
+    spec.logit_scale = 1.0 / factor(keys, "logits_scaling")?;
+    Ok(decoder.finish(|_, _| {}))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{families, fused, training};
+
+    fn with(changes: Value) -> Result<Spec> {
+        let mut config = json!({"model_type": "granite"});
+        for (key, value) in changes.as_object().unwrap() {
+            config[key] = value.clone();
+        }
+        families::read(&config)
+    }
+
+    #[test]
+    fn factors_are_those_of_the_config() {
+        let spec = with(json!({
+            "embedding_multiplier": 12, "logits_scaling": 16.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625
+        }));
+        let spec = spec.unwrap();
+        assert_eq!((spec.embedding_scale, spec.residual_scale), (12.0, 0.22));
+        assert_eq!(spec.logit_scale, 0.0625);
+        assert_eq!(spec.blocks[0].attention().unwrap().scale, 0.015625);
+        for refusal in [fused::unsupported(&spec), training::untrainable(&spec)] {
+            let refusal = refusal.unwrap();
+            assert!(
+                refusal.contains("factors of what its blocks add"),
+                "{refusal}"
+            );
+        }
+        let e = with(json!({"logits_scaling": 0})).unwrap_err();
+        assert!(e.message().contains("'logits_scaling' is 0"), "{e}");
+    }
+}
