@@ -236,7 +236,7 @@ pub struct AttentionSpec {
     pub head_dim: usize,
     /// Where its keys and values come from.
     pub key_values: KeyValues,
-    /// Norms of queries and keys before RoPE.
+    /// Norms of queries and keys.
     pub qk_norm: QkNorm,
     /// Whether each head of values is normalized, by a norm without a weight.
     pub value_norm: bool,
@@ -265,9 +265,11 @@ pub struct AttentionSpec {
 pub enum QkNorm {
     /// Nothing.
     None,
-    /// Each head, with a weight for all of them.
+    /// Each head before RoPE, with a weight for all of them.
     Heads,
-    /// All heads together.
+    /// Each head after RoPE.
+    RotatedHeads,
+    /// All heads together, before RoPE.
     Projections,
 }
 

@@ -178,6 +178,10 @@ mod tests {
             ("olmo3", whole),
             ("exaone4", bare),
             (
+                "hunyuan_v1_dense",
+                "block 0 of this MODEL model has norms of heads after their rotation",
+            ),
+            (
                 "granite",
                 "this MODEL model has factors of what its blocks add and of its logits",
             ),

@@ -521,7 +521,7 @@ impl List<'_> {
         self.projection("self_attn.o_proj", (hidden, q), attention.o_bias, None);
         let normalized = match attention.qk_norm {
             QkNorm::None => None,
-            QkNorm::Heads => Some([attention.head_dim; 2]),
+            QkNorm::Heads | QkNorm::RotatedHeads => Some([attention.head_dim; 2]),
             QkNorm::Projections => Some([q, kv]),
         };
         if let Some([of_query, of_key]) = normalized {

@@ -162,7 +162,7 @@ pub fn apply(
 
 /// Multiplies the rows of `queries`, `[m, width]`, by their factors, if they grow with their positions: on the CPU alone.
 pub fn grow(device: &Device, queries: SliceMut<'_>, width: usize, angles: &Angles) -> Result<()> {
-    if angles.query_factors.len() == 0 {
+    if angles.query_factors.is_empty() {
         return Ok(());
     }
     let Device::Cpu(cpu) = device else {

@@ -56,7 +56,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 19] = [
+const CASES: [Case; 20] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -335,6 +335,19 @@ const CASES: [Case; 19] = [
             ("residual_scale", 0.4),
             ("logit_scale", 2.0),
         ],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
+        golden: "hunyuan_biased",
+        architecture: "hunyuan-dense",
+        names: &[
+            ("self_attn.query_layernorm", "attn_q_norm"),
+            ("self_attn.key_layernorm", "attn_k_norm"),
+        ],
+        integers: &[("attention.key_length", 16)],
+        floats: &[("rope.freq_base", 1e4)],
         flags: &[],
         texts: &[],
         vectors: &[],

@@ -22,7 +22,7 @@ use super::kv::{KvCache, KvTables, StateArena, StateBlocks, StatePart};
 use super::order::{BlockOp, ExpertTurn, Half, expert_turns, operations};
 use super::spec::{
     Activation, AttentionSpec, DenseMlpSpec, ExpertsSpec, GatedDeltaSpec, KeyValues, MixerSpec,
-    MlpSpec, Scoring, Spec,
+    MlpSpec, QkNorm, Scoring, Spec,
 };
 use super::weights::{
     Attention, Block, DenseMlp, Experts, GatedDelta, Mixer, Mlp, Projection, Weights,
@@ -461,6 +461,7 @@ impl<'a> ReferencePass<'a> {
         s: &mut BlockScratch,
     ) -> Result<()> {
         let angles = spec.rope.map(|rope| &self.angles[rope]);
+        let rotates_first = spec.qk_norm == QkNorm::RotatedHeads;
         let keys = (&mut s.k, spec.kv_heads, &weights.k_norm);
         let keys = Some(keys).filter(|_| spec.has_own_keys());
         for (x, heads, weight) in [(&mut s.q, spec.heads, &weights.q_norm)]
@@ -468,11 +469,15 @@ impl<'a> ReferencePass<'a> {
             .chain(keys)
         {
             let mut x = x.first_mut(self.rows * heads * spec.head_dim)?;
-            if let Some(weight) = weight {
-                norm::rms_norm_in_place(self.device, x.reborrow(), weight, self.spec.norm_eps)?;
-            }
-            if let Some(angles) = angles {
-                rope::apply(self.device, x, heads, spec.head_dim, angles)?;
+            for normalizes in [!rotates_first, rotates_first] {
+                let (device, x) = (self.device, x.reborrow());
+                match (normalizes, weight, angles) {
+                    (true, Some(w), _) => {
+                        norm::rms_norm_in_place(device, x, w, self.spec.norm_eps)?
+                    }
+                    (false, _, Some(a)) => rope::apply(device, x, heads, spec.head_dim, a)?,
+                    _ => {}
+                }
             }
         }
         if let Some(angles) = angles {

@@ -9,6 +9,7 @@ mod gguf;
 mod glm;
 mod gpt_oss;
 mod granite;
+mod hunyuan;
 mod llama;
 mod minimax;
 mod mistral;
@@ -59,6 +60,7 @@ pub const FAMILIES: &[Family] = &[
     olmo::OLMO2,
     olmo::OLMO3,
     olmo::EXAONE4,
+    hunyuan::HUNYUAN_V1_DENSE,
     granite::GRANITE,
 ];
 
@@ -280,7 +282,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4, granite",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4, hunyuan_v1_dense, granite",
             ),
             (
                 "model_type",

@@ -14,9 +14,7 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
         // Kernels after both halves of a block apply norms, factors and inputs of its own.
         let is_whole = block.attention().is_some() && block.mlp != MlpSpec::None;
         let ends_with_norms = block.norms.post && is_whole;
-        let normalizes_projections = block
-            .attention()
-            .is_some_and(|attention| attention.qk_norm == QkNorm::Projections);
+        let normalizes = |what| block.attention().is_some_and(|a| a.qk_norm == what);
         let what = match &block.mlp {
             mlp if mlp.specs().any(|mlp| mlp.gated && squares(mlp)) => "a squared ReLU of a gate",
             mlp if mlp.specs().any(|mlp| !mlp.gated && !squares(mlp)) => {
@@ -39,7 +37,8 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             }
             _ if is_clamped => "a clamped SwiGLU outside of experts",
             MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
-            _ if normalizes_projections => "norms over all heads of queries and of keys",
+            _ if normalizes(QkNorm::RotatedHeads) => "norms of heads after their rotation",
+            _ if normalizes(QkNorm::Projections) => "norms over all heads of queries and of keys",
             _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,
         };

@@ -300,6 +300,9 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
         (MixerSpec::Attention(attention), _) if attention.qk_norm == QkNorm::Projections => {
             Some("has attention with norms over all heads")
         }
+        (MixerSpec::Attention(attention), _) if attention.qk_norm == QkNorm::RotatedHeads => {
+            Some("has attention with norms after rotation")
+        }
         (MixerSpec::Attention(attention), _) if attention.neighbours => {
             Some("has attention that rotates neighbours")
         }

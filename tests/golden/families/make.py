@@ -45,11 +45,12 @@ FAMILIES = {
     "olmo2": "olmo2",
     "olmo3": "olmo3",
     "exaone4": "exaone4",
+    "hunyuan_v1_dense": "hunyuan_v1_dense",
     "granite": "granite",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
-    "initializer_range", "use_cache", "router_jitter_noise", "residual_dropout", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
+    "initializer_range", "use_cache", "router_jitter_noise", "residual_dropout", "eod_token_id", "pretraining_tp", "attention_dropout", "resid_pdrop", "embd_pdrop",
     "output_router_logits", "router_aux_loss_coef", "pad_token_id", "bos_token_id", "eos_token_id",
     # Nemotron-H's keys of fresh weights, kernels, precisions and layers that draft, and those that its class does not read.
     "num_logits_to_keep", "use_mamba_kernels", "expand", "time_step_min", "time_step_max", "time_step_floor", "chunk_size", "mamba_proj_bias",
@@ -196,6 +197,7 @@ PROBES["exaone4"] = COMMON + [
     dict(sliding_window=16, sliding_window_pattern="LG", layer_types=["sliding_attention", "full_attention"] * 3),
 ]
 PROBES["granite"] = COMMON + [dict(num_key_value_heads=None)]
+PROBES["hunyuan_v1_dense"] = COMMON + [dict(num_key_value_heads=None)]
 PROBES["minimax_m2"] = COMMON + [
     dict(rotary_dim=64),
     dict(rotary_dim=16, head_dim=32, rope_theta=1e4),

@@ -422,6 +422,12 @@ GRANITE = dict(
 CASES["granite_tied"] = ("Granite", dict(GRANITE, tie_word_embeddings=True))
 CASES["granite_biased"] = ("Granite", dict(
     GRANITE, num_attention_heads=2, attention_bias=True, mlp_bias=True, num_hidden_layers=3, tie_word_embeddings=False))
+# Norms of heads after their rotation, whose base `alpha` stretches.
+HUNYUAN = dict(SMALL, pad_token_id=0)
+CASES["hunyuan_alpha"] = ("HunYuanDenseV1", dict(
+    HUNYUAN, head_dim=32, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="dynamic", factor=1.0, alpha=50.0)))
+CASES["hunyuan_biased"] = ("HunYuanDenseV1", dict(
+    HUNYUAN, num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -463,6 +469,7 @@ TYPES = {
     "Glm4Moe": "glm4_moe",
     "MiniMaxM2": "minimax_m2",
     "SeedOss": "seed_oss",
+    "HunYuanDenseV1": "hunyuan_v1_dense",
 }
 LENGTHS = [7, 33]
 # Recurrent layers take 64 tokens at once here: this is more.

@@ -1,9 +1,9 @@
-//! Llama, Mistral, Ministral 3, SmolLM3, Seed-OSS and ERNIE 4.5 in GGUF.
+//! Llama, Mistral, Ministral 3, SmolLM3, Seed-OSS, ERNIE 4.5 and HunYuan in GGUF.
 
 use serde_json::{Map, Value, json};
 
 use super::common::{
-    ATTENTION, BLOCK_NORMS, EXPERTS_PER_TOKEN, MLP, PLAIN, SLIDING_WINDOW, window,
+    ATTENTION, BLOCK_NORMS, EXPERTS_PER_TOKEN, MLP, NORMS, PLAIN, SLIDING_WINDOW, window,
 };
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
@@ -60,6 +60,23 @@ pub(super) const ERNIE4_5: GgufFamily = GgufFamily {
     class: "Ernie4_5ForCausalLM",
     keys: &[],
     config: ernie4_5,
+    ..PLAIN
+};
+
+pub(super) const HUNYUAN_DENSE: GgufFamily = GgufFamily {
+    architecture: "hunyuan-dense",
+    model_type: "hunyuan_v1_dense",
+    class: "HunYuanDenseV1ForCausalLM",
+    per_layer: &[
+        NORMS,
+        &[
+            ("attn_q_norm", "self_attn.query_layernorm"),
+            ("attn_k_norm", "self_attn.key_layernorm"),
+        ],
+        ATTENTION,
+        MLP,
+    ],
+    keys: &[],
     ..PLAIN
 };
 

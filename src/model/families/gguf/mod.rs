@@ -45,5 +45,6 @@ pub(super) const FAMILIES: &[GgufFamily] = &[
     llama::ERNIE4_5,
     olmo::OLMO2,
     olmo::EXAONE4,
+    llama::HUNYUAN_DENSE,
     granite::GRANITE,
 ];
