@@ -56,7 +56,7 @@ struct Case {
     vectors: &'static [(&'static str, &'static [f32])],
 }
 
-const CASES: [Case; 20] = [
+const CASES: [Case; 21] = [
     Case {
         golden: "mistral_window",
         architecture: "llama",
@@ -348,6 +348,26 @@ const CASES: [Case; 20] = [
         ],
         integers: &[("attention.key_length", 16)],
         floats: &[("rope.freq_base", 1e4)],
+        flags: &[],
+        texts: &[],
+        vectors: &[],
+    },
+    Case {
+        golden: "mixtral_window",
+        architecture: "llama",
+        names: &[
+            ("block_sparse_moe.gate", "ffn_gate_inp"),
+            ("block_sparse_moe.experts.w1", "ffn_gate_exps"),
+            ("block_sparse_moe.experts.w3", "ffn_up_exps"),
+            ("block_sparse_moe.experts.w2", "ffn_down_exps"),
+        ],
+        integers: &[
+            ("attention.key_length", 16),
+            ("attention.sliding_window", 8),
+            ("expert_count", 6),
+            ("expert_used_count", 3),
+        ],
+        floats: &[("rope.freq_base", 1e6)],
         flags: &[],
         texts: &[],
         vectors: &[],

@@ -1,9 +1,10 @@
 //! GLM-4: norms before and after each half of a block, and rotation of neighbours. GLM-4.5 and later: dense layers first, then mixtures with a
-//! shared expert whose experts are scored by sigmoids. In both, half of each head rotates.
+//! shared expert whose experts are scored by sigmoids. In both, half of each head rotates. Solar Open is GLM-4.5 with whole heads that rotate and
+//! without dense layers.
 
 use serde_json::{Value, json};
 
-use super::decoder::{Decoder, ROTARY_PART, experts, sigmoid_scoring, with_numbers};
+use super::decoder::{Decoder, ROTARY_PART, THETA, experts, sigmoid_scoring, with_numbers};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -31,6 +32,16 @@ pub(super) const GLM4_MOE: Family = Family {
     read: glm4_moe,
 };
 
+pub(super) const SOLAR_OPEN: Family = Family {
+    model_type: "solar_open",
+    class: "SolarOpenForCausalLM",
+    defaults: solar_open_defaults,
+    renamed: &[("n_routed_experts", "num_local_experts")],
+    read: solar_open,
+};
+
+/// The base of Solar Open's rotation, if the config has none.
+const SOLAR_BASE: f64 = 1e6;
 /// The part of a head that rotates, if the config does not say.
 const PARTIAL_ROTARY: f64 = 0.5;
 
@@ -54,6 +65,16 @@ fn glm4_moe_defaults() -> Value {
         "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_local_experts": 128,
         "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": true,
         "use_qk_norm": false, "num_mtp_layers": 1
+    })
+}
+
+fn solar_open_defaults() -> Value {
+    json!({
+        "vocab_size": 196_608, "hidden_size": 4096, "num_hidden_layers": 48, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu", "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "rope_parameters": null, "attention_bias": false,
+        "moe_intermediate_size": 1280, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_local_experts": 128,
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": true
     })
 }
 
@@ -85,6 +106,19 @@ fn glm4_moe(keys: &Keys<'_>) -> Result<Spec> {
             block.mlp = MlpSpec::Experts(experts);
         }
     }))
+}
+
+fn solar_open(keys: &Keys<'_>) -> Result<Spec> {
+    let mut config = with_numbers(keys, &[(THETA, SOLAR_BASE)])?;
+    if let Some(width) = keys.get("moe_intermediate_size") {
+        // There is no dense layer.
+        config.insert("intermediate_size".to_owned(), width.clone());
+    }
+    let mut decoder = Decoder::read(&Keys(&config))?;
+    decoder.block.attention.qkv_bias = keys.flag("attention_bias")? == Some(true);
+    decoder.block.mlp = MlpSpec::Experts(mixture(keys)?);
+    decoder.spec.renamed = NAMES;
+    Ok(decoder.finish(|_, _| {}))
 }
 
 /// The experts of a mixture, with the shared one, which is as wide as `n_shared_experts` of them.

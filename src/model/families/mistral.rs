@@ -1,13 +1,14 @@
-//! Mistral: Llama, optionally with a window in every layer; and Ministral 3, whose queries grow with their position.
+//! Mistral: Llama, optionally with a window in every layer. Ministral has windows in the layers that its config names; Mixtral has experts; and
+//! queries of Ministral 3 grow with their position.
 
 use serde_json::{Map, Value, json};
 
-use super::decoder::Decoder;
+use super::decoder::{Decoder, THETA, WINDOWED, experts, with_numbers};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::Keys;
-use crate::model::spec::{QueryGrowth, Spec};
+use crate::model::spec::{ExpertNames, ExpertsSpec, MlpSpec, QueryGrowth, Spec};
 
 pub(super) const MISTRAL: Family = Family {
     model_type: "mistral",
@@ -15,6 +16,22 @@ pub(super) const MISTRAL: Family = Family {
     defaults,
     renamed: &[],
     read,
+};
+
+pub(super) const MINISTRAL: Family = Family {
+    model_type: "ministral",
+    class: "MinistralForCausalLM",
+    defaults: ministral_defaults,
+    renamed: &[],
+    read: ministral,
+};
+
+pub(super) const MIXTRAL: Family = Family {
+    model_type: "mixtral",
+    class: "MixtralForCausalLM",
+    defaults: mixtral_defaults,
+    renamed: &[("num_local_experts", "num_experts")],
+    read: mixtral,
 };
 
 pub(super) const MINISTRAL3: Family = Family {
@@ -25,6 +42,10 @@ pub(super) const MINISTRAL3: Family = Family {
     read: ministral3,
 };
 
+/// The base of Mixtral's rotation, if the config has none.
+const MIXTRAL_BASE: f64 = 1e6;
+/// Names in files of Mixtral.
+const MIXTRAL_NAMES: &[(&str, &str)] = &[("mlp.", "block_sparse_moe.")];
 /// Positions with the same factor of queries, if a config with a rate does not say.
 const POSITIONS: usize = 16_384;
 
@@ -35,6 +56,25 @@ fn defaults() -> Value {
         "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6, "tie_word_embeddings": false, "rope_parameters": null,
         "sliding_window": 4096
     })
+}
+
+fn ministral_defaults() -> Value {
+    let mut all = defaults();
+    all["layer_types"] = Value::Null;
+    all
+}
+
+fn mixtral_defaults() -> Value {
+    let mut all = defaults();
+    for (key, value) in [
+        ("rms_norm_eps", json!(1e-5)),
+        ("sliding_window", Value::Null),
+        ("num_experts_per_tok", json!(2)),
+        ("num_experts", json!(8)),
+    ] {
+        all[key] = value;
+    }
+    all
 }
 
 fn ministral3_defaults() -> Value {
@@ -49,6 +89,33 @@ fn ministral3_defaults() -> Value {
 fn read(keys: &Keys<'_>) -> Result<Spec> {
     let decoder = Decoder::read(keys)?;
     decoder.refuse_experts(keys)?;
+    let window = keys.window("sliding_window")?;
+    Ok(decoder.finish_windowed(window, |_| true))
+}
+
+fn ministral(keys: &Keys<'_>) -> Result<Spec> {
+    let decoder = Decoder::read(keys)?;
+    decoder.refuse_experts(keys)?;
+    let window = keys.window("sliding_window")?;
+    let types = decoder.read_layer_types(keys, WINDOWED)?;
+    Ok(decoder.finish_windowed(window, |layer| {
+        types.as_ref().is_none_or(|types| types[layer])
+    }))
+}
+
+fn mixtral(keys: &Keys<'_>) -> Result<Spec> {
+    let mut config = with_numbers(keys, &[(THETA, MIXTRAL_BASE)])?;
+    if let Some(width) = keys.get("intermediate_size") {
+        config.insert("moe_intermediate_size".to_owned(), width.clone());
+    }
+    let keys = &Keys(&config);
+    let mut decoder = Decoder::read(keys)?;
+    decoder.spec.renamed = MIXTRAL_NAMES;
+    decoder.block.mlp = MlpSpec::Experts(ExpertsSpec {
+        normalized: true,
+        names: ExpertNames::Mixtral,
+        ..experts(keys, "num_experts")?
+    });
     let window = keys.window("sliding_window")?;
     Ok(decoder.finish_windowed(window, |_| true))
 }

@@ -62,6 +62,9 @@ pub const FAMILIES: &[Family] = &[
     olmo::EXAONE4,
     hunyuan::HUNYUAN_V1_DENSE,
     granite::GRANITE,
+    mistral::MINISTRAL,
+    mistral::MIXTRAL,
+    glm::SOLAR_OPEN,
 ];
 
 const LATENT: &str = "latent attention";
@@ -282,7 +285,7 @@ mod tests {
             (
                 "model_type",
                 json!("mamba"),
-                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4, hunyuan_v1_dense, granite",
+                "'mamba'; known are llama, qwen2, qwen3, qwen2_moe, qwen3_moe, mistral, ministral3, phi3, gemma2, gemma3, qwen3_5, qwen3_5_moe, qwen3_next, nemotron_h, gpt_oss, gemma4, glm4, glm4_moe, minimax_m2, smollm3, seed_oss, ernie4_5, olmo2, olmo3, exaone4, hunyuan_v1_dense, granite, ministral, mixtral, solar_open",
             ),
             (
                 "model_type",

@@ -13,7 +13,7 @@ use crate::checkpoint::{Checkpoint, Encoding, Entry, no_tokenizer};
 use crate::model::load::{
     UnreadableTensors, entries_used, has_own_head, locate, rows_f32, rows_int8, rows_nvfp4,
 };
-use crate::model::spec::{BlockSpec, KeyValues, MixerSpec, MlpSpec, QkNorm, Scoring};
+use crate::model::spec::{BlockSpec, ExpertNames, KeyValues, MixerSpec, MlpSpec, QkNorm, Scoring};
 use crate::model::tensors::{self, StoredRows, TensorRole, TensorSpec};
 use crate::model::{Spec, families, generation, open, spec_with_frequencies, text};
 use crate::ops::Device;
@@ -319,6 +319,9 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
         (MixerSpec::Mamba2(_), _) => Some("is Mamba-2"),
         (MixerSpec::None, _) => Some("is an MLP alone"),
         (_, MlpSpec::None) => Some("is a mixer alone"),
+        (_, MlpSpec::Experts(experts)) if experts.names == ExpertNames::Mixtral => {
+            Some("has experts whose projections are numbered")
+        }
         (_, MlpSpec::Experts(experts)) if experts.scoring != Scoring::Softmax => {
             Some("has experts scored by sigmoids")
         }

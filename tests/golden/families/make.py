@@ -47,6 +47,9 @@ FAMILIES = {
     "exaone4": "exaone4",
     "hunyuan_v1_dense": "hunyuan_v1_dense",
     "granite": "granite",
+    "ministral": "ministral",
+    "mixtral": "mixtral",
+    "solar_open": "solar_open",
 }
 # Keys of training, of caches and of what a call returns; and token ids, which the tokenizer and generation_config.json name.
 IGNORED = {
@@ -198,6 +201,9 @@ PROBES["exaone4"] = COMMON + [
 ]
 PROBES["granite"] = COMMON + [dict(num_key_value_heads=None)]
 PROBES["hunyuan_v1_dense"] = COMMON + [dict(num_key_value_heads=None)]
+PROBES["ministral"] = COMMON + [dict(sliding_window=16, layer_types=["full_attention", "sliding_attention"] * 3), dict(sliding_window=None)]
+PROBES["mixtral"] = COMMON + [dict(num_local_experts=12, num_experts_per_tok=3), dict(num_experts=12)]
+PROBES["solar_open"] = COMMON + [dict(n_routed_experts=12, num_experts_per_tok=3), dict(norm_topk_prob=False)]
 PROBES["minimax_m2"] = COMMON + [
     dict(rotary_dim=64),
     dict(rotary_dim=16, head_dim=32, rope_theta=1e4),
@@ -275,6 +281,10 @@ def resolved(model_type, probe):
         out["rotary_dim"] = int(out["head_dim"] * config.rope_parameters["partial_rotary_factor"])
     if "first_k_dense_replace" in fields:
         out["experts"] = [0 if i < config.first_k_dense_replace else config.n_routed_experts for i in range(layers)]
+        out["experts_per_token"] = config.num_experts_per_tok
+        out["normalized"] = config.norm_topk_prob
+    elif "n_routed_experts" in fields:
+        out["experts"] = [config.n_routed_experts] * layers
         out["experts_per_token"] = config.num_experts_per_tok
         out["normalized"] = config.norm_topk_prob
     elif "num_local_experts" in fields and "decoder_sparse_step" not in fields:

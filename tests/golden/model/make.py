@@ -359,7 +359,7 @@ MINIMAX_M2 = dict(
 CASES["minimaxm2_partial"] = ("MiniMaxM2", dict(MINIMAX_M2, head_dim=32, rotary_dim=16))
 CASES["minimaxm2_whole"] = ("MiniMaxM2", dict(
     MINIMAX_M2, hidden_size=64, num_attention_heads=6, num_local_experts=4, num_experts_per_tok=3, num_hidden_layers=3))
-MIXTRAL = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+NUMBERED = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 # Both caps, and a window in every other layer.
 GEMMA2 = dict(
     SMALL,
@@ -428,6 +428,18 @@ CASES["hunyuan_alpha"] = ("HunYuanDenseV1", dict(
     HUNYUAN, head_dim=32, tie_word_embeddings=True, **rope(rope_theta=1e4, rope_type="dynamic", factor=1.0, alpha=50.0)))
 CASES["hunyuan_biased"] = ("HunYuanDenseV1", dict(
     HUNYUAN, num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
+CASES["ministral_mixed"] = ("Ministral", dict(
+    SMALL, num_hidden_layers=3, sliding_window=8, layer_types=["full_attention", "sliding_attention", "full_attention"],
+    tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default")))
+MIXTRAL = dict(
+    SMALL, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default"))
+CASES["mixtral_plain"] = ("Mixtral", dict(MIXTRAL, head_dim=32))
+CASES["mixtral_window"] = ("Mixtral", dict(MIXTRAL, num_local_experts=6, num_experts_per_tok=3, sliding_window=8))
+# GLM-4.5 without dense layers, whose whole heads rotate.
+CASES["solaropen_yarn"] = ("SolarOpen", dict(
+    SMALL, intermediate_size=None, head_dim=32, n_routed_experts=6, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=32,
+    routed_scaling_factor=1.5, tie_word_embeddings=False, **rope(
+        rope_theta=1e6, rope_type="yarn", factor=2.0, original_max_position_embeddings=128)))
 # Families whose norms multiply by one more than the weight, but for the gated norm within a recurrent layer.
 OFFSET_NORMS = {"Gemma2", "Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next"}
 SAVED = {"qwen3moe_saved": ["rms_norm_eps", "max_position_embeddings", "transformers_version"]}
@@ -469,6 +481,7 @@ TYPES = {
     "Glm4Moe": "glm4_moe",
     "MiniMaxM2": "minimax_m2",
     "SeedOss": "seed_oss",
+    "SolarOpen": "solar_open",
     "HunYuanDenseV1": "hunyuan_v1_dense",
 }
 LENGTHS = [7, 33]
@@ -796,8 +809,8 @@ def make(name, family, settings, seed):
         stored.update(drafting(settings))
     if name in NESTED:
         stored = nested(stored, *NESTED[name][:2], beside(name, settings, random))
-    if family == "MiniMaxM2":
-        for part, published in MIXTRAL.items():
+    if family in ("MiniMaxM2", "Mixtral"):
+        for part, published in NUMBERED.items():
             stored = {key.replace(part, published): value for key, value in stored.items()}
     if name in PUBLISHED:
         stored = {key.replace("model.", "backbone.", 1): value for key, value in stored.items()}

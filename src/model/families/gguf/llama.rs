@@ -1,4 +1,4 @@
-//! Llama, Mistral, Ministral 3, SmolLM3, Seed-OSS, ERNIE 4.5 and HunYuan in GGUF.
+//! Llama, Mistral, Mixtral, Ministral 3, SmolLM3, Seed-OSS, ERNIE 4.5 and HunYuan in GGUF.
 
 use serde_json::{Map, Value, json};
 
@@ -18,6 +18,17 @@ pub(super) const LLAMA: GgufFamily = GgufFamily {
     architecture: "llama",
     model_type: "llama",
     class: "LlamaForCausalLM",
+    per_layer: &[
+        NORMS,
+        ATTENTION,
+        MLP,
+        &[
+            ("ffn_gate_inp", "block_sparse_moe.gate"),
+            ("ffn_gate_exps", "block_sparse_moe.experts.gate_proj"),
+            ("ffn_up_exps", "block_sparse_moe.experts.up_proj"),
+            ("ffn_down_exps", "block_sparse_moe.experts.down_proj"),
+        ],
+    ],
     forms: INTERLEAVED,
     keys: &[
         SLIDING_WINDOW,
@@ -108,11 +119,15 @@ fn ministral3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> R
     Ok(())
 }
 
-/// Mistral files have the architecture llama; a window identifies them.
+/// Files of Mistral and Mixtral have the architecture llama; a window and experts identify them.
 fn mistral(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    if window(metadata)?.is_some() {
-        config.insert("model_type".into(), json!("mistral"));
-        config.insert("architectures".into(), json!(["MistralForCausalLM"]));
-    }
+    let experts = metadata.integer("expert_count")?.unwrap_or(0);
+    let (model_type, class) = match (experts > 1, window(metadata)?) {
+        (true, _) => ("mixtral", "MixtralForCausalLM"),
+        (false, Some(_)) => ("mistral", "MistralForCausalLM"),
+        (false, None) => return Ok(()),
+    };
+    config.insert("model_type".into(), json!(model_type));
+    config.insert("architectures".into(), json!([class]));
     Ok(())
 }
