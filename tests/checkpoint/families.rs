@@ -785,6 +785,15 @@ fn zero_is_none() {
         json!(["full_attention", "full_attention"])
     );
     assert!(c.get("final_logit_softcapping").is_none());
+    // The class of Gemma 2 has caps where a config has none.
+    let caps = ["attn_logit_softcapping", "final_logit_softcapping"];
+    let zero = |cap: &str| float(&format!("gemma2.{cap}"), 0.0);
+    let mut pairs = vec![integer("gemma2.block_count", 2)];
+    pairs.extend(caps.map(zero));
+    let c = config(&small("gemma2", pairs));
+    for cap in caps {
+        assert_eq!(c.get(cap), Some(&Value::Null), "{cap}");
+    }
     for (kind, expected) in [
         (None, Value::Null),
         (

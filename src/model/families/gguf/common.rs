@@ -190,12 +190,11 @@ pub(super) fn layer_types(windowed: &[bool]) -> Value {
     windowed.iter().map(kind).collect()
 }
 
-/// Removes caps of 0, with which llama.cpp means none. The class of Gemma 2 has caps where a config has no key.
-pub(super) fn remove_zero_caps(config: &mut Map<String, Value>) {
-    for cap in ["final_logit_softcapping", "attn_logit_softcapping"] {
-        if config.get(cap).and_then(Value::as_f64) == Some(0.0) {
-            config.insert(cap.into(), Value::Null);
-        }
+/// Removes a cap of logits of 0, with which llama.cpp means none.
+pub(super) fn remove_zero_cap(config: &mut Map<String, Value>) {
+    const CAP: &str = "final_logit_softcapping";
+    if config.get(CAP).and_then(Value::as_f64) == Some(0.0) {
+        config.remove(CAP);
     }
 }
 

@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use super::common::{
     ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, SLIDING_WINDOW, blocks, by_block,
-    layer_types, remove_zero_caps, required, window,
+    layer_types, remove_zero_cap, required, window,
 };
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
@@ -47,7 +47,12 @@ pub(super) const GEMMA3: GgufFamily = GgufFamily {
 };
 
 fn gemma2(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    remove_zero_caps(config);
+    // 0 is none, and a missing cap that of the class.
+    for cap in ["final_logit_softcapping", "attn_logit_softcapping"] {
+        if config.get(cap).and_then(Value::as_f64) == Some(0.0) {
+            config.insert(cap.into(), Value::Null);
+        }
+    }
     let scalar = query_scalar(metadata, 46)?;
     config.insert("query_pre_attn_scalar".into(), json!(scalar));
     Ok(())
@@ -57,7 +62,7 @@ fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
     let layers = blocks(metadata)?;
     const PATTERN: &str = "attention.sliding_window_pattern";
     let window = window(metadata)?;
-    remove_zero_caps(config);
+    remove_zero_cap(config);
     let sliding: Vec<bool> = match (window, metadata.integers(PATTERN)) {
         // The converter omits the window if no layer has one.
         (None, _) => vec![false; layers],

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::common::{
-    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, by_block, layer_types, remove_zero_caps,
+    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, by_block, layer_types, remove_zero_cap,
     required, same_in, window,
 };
 use crate::base::Result;
@@ -64,7 +64,7 @@ pub(super) const GEMMA4: GgufFamily = GgufFamily {
 };
 
 fn config(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    remove_zero_caps(config);
+    remove_zero_cap(config);
     let windowed = windowed(metadata)?;
     config.insert("layer_types".into(), layer_types(&windowed));
     if windowed.contains(&true) {
