@@ -38,6 +38,11 @@ pub(crate) fn integer(key: &str, value: u32) -> Vec<u8> {
     Gguf::pair(key, 4, &value.to_le_bytes())
 }
 
+fn integers(key: &str, values: &[u32]) -> Vec<u8> {
+    let bytes: Vec<u8> = values.iter().flat_map(|n| n.to_le_bytes()).collect();
+    Gguf::array_pair(key, 4, values.len() as u64, &bytes)
+}
+
 pub(crate) fn float(key: &str, value: f32) -> Vec<u8> {
     Gguf::pair(key, 6, &value.to_le_bytes())
 }
@@ -848,19 +853,28 @@ fn the_text_models_of_qwens_vision_models_are_those_of_its_families() {
             }
             config(&small(name, pairs))
         };
-        let sections: Vec<u8> = [4u32, 2, 2, 0]
-            .iter()
-            .flat_map(|n| n.to_le_bytes())
-            .collect();
         let key = format!("{architecture}.rope.dimension_sections");
         let layers = integer(&format!("{architecture}.n_deepstack_layers"), 3);
-        let sections = Gguf::array_pair(&key, 4, 4, &sections);
+        let sections = integers(&key, &[4, 2, 2, 0]);
         assert_eq!(
             of(architecture, vec![sections, layers]),
             of(like, vec![]),
             "{architecture}"
         );
     }
+}
+
+/// The converter reorders the rows of queries and keys of vision models, and writes the sections of their rotation.
+#[test]
+fn glm4_of_vision_models_is_refused() {
+    let key = "glm4.rope.dimension_sections";
+    let with = |sections: &[u32]| small("glm4", vec![integers(key, sections)]).build();
+    expect_kind(
+        model::open_bytes("x.gguf", with(&[8, 12, 12, 0])),
+        ErrorKind::Unsupported,
+        "'glm4.rope.dimension_sections' is [8, 12, 12, 0]",
+    );
+    assert!(model::open_bytes("x.gguf", with(&[0; 4])).is_ok());
 }
 
 #[test]

@@ -6,6 +6,7 @@ use super::common::{
     ATTENTION, BLOCK_NORMS, EXPERTS, EXPERTS_PER_TOKEN, MLP, PLAIN, experts, sigmoid_scoring,
 };
 use crate::base::Result;
+use crate::base::error::bail;
 use crate::checkpoint::{GgufFamily, GgufKind, GgufMetadata};
 
 pub(super) const GLM4: GgufFamily = GgufFamily {
@@ -24,7 +25,7 @@ pub(super) const GLM4: GgufFamily = GgufFamily {
         ],
     ],
     keys: &[],
-    config: rotary_part,
+    config: glm4,
     ..PLAIN
 };
 
@@ -54,22 +55,37 @@ pub(super) const GLM4_MOE: GgufFamily = GgufFamily {
             GgufKind::Integer,
         ),
     ],
-    config,
+    config: glm4_moe,
     ..PLAIN
 };
 
-fn config(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+/// Refuses files of vision models, in which the converter has reordered the rows of queries and keys.
+fn glm4(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+    const SECTIONS: &str = "rope.dimension_sections";
+    let sections = metadata.integers(SECTIONS).unwrap_or_default();
+    if sections.iter().any(|&size| size != 0) {
+        bail!(
+            Unsupported,
+            "'{}' is {sections:?}: files of vision models order the rows of queries and keys otherwise; only files of text models can be read",
+            metadata.key(SECTIONS)
+        );
+    }
+    rotary_part(config);
+    Ok(())
+}
+
+fn glm4_moe(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
     experts(metadata, config)?;
     sigmoid_scoring(metadata, config)?;
     let normalizes_heads = metadata.any_ends_with(".attn_q_norm.weight");
     config.insert("use_qk_norm".into(), json!(normalizes_heads));
     // Blocks that draft have other names here.
     config.insert("num_nextn_predict_layers".into(), json!(0));
-    rotary_part(metadata, config)
+    rotary_part(config);
+    Ok(())
 }
 
 /// A file whose heads rotate whole does not say so.
-fn rotary_part(_: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
+fn rotary_part(config: &mut Map<String, Value>) {
     config.entry("partial_rotary_factor").or_insert(json!(1.0));
-    Ok(())
 }
