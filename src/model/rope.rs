@@ -55,6 +55,12 @@ impl RopeSet {
         long.is_some_and(|long| capacity > long.original_positions)
     }
 
+    /// Both tables.
+    pub(super) fn tables_mut(&mut self) -> impl Iterator<Item = &mut RopeTable> {
+        let long = self.long.iter_mut().map(|long| &mut long.table);
+        std::iter::once(&mut self.table).chain(long)
+    }
+
     /// Divides each frequency by the factor that a GGUF file stores for it instead of a scaling's parameters.
     pub(super) fn divide(&mut self, factors: &[f32]) -> Result<()> {
         if let Some(bad) = factors.iter().find(|f| !(f.is_finite() && **f > 0.0)) {
@@ -117,7 +123,7 @@ pub(super) fn read_by_layer_type(
 }
 
 /// The parameters with the new keys or the old. If a config has both, the old ones win, as in transformers.
-fn parameters<'a>(config: &Keys<'a>) -> Result<Option<Keys<'a>>> {
+pub(super) fn parameters<'a>(config: &Keys<'a>) -> Result<Option<Keys<'a>>> {
     match config.object("rope_scaling")? {
         Some(scaling) if !scaling.0.is_empty() => Ok(Some(scaling)),
         _ => config.object("rope_parameters"),
@@ -178,7 +184,7 @@ fn set(
 }
 
 /// The scaling that parameters name, with the new key or the old.
-fn kind<'a>(scaling: &Keys<'a>) -> Result<Option<&'a str>> {
+pub(super) fn kind<'a>(scaling: &Keys<'a>) -> Result<Option<&'a str>> {
     match scaling.text("rope_type")? {
         Some(kind) => Ok(Some(kind)),
         None => scaling.text("type"),

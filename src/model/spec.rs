@@ -518,7 +518,7 @@ impl Spec {
 
     /// The spec for passes in which queries do not grow with their position, which therefore has only the positions before they grow.
     pub(crate) fn without_growth(mut self) -> Spec {
-        let tables = self.ropes.iter_mut().map(|set| &mut set.table);
+        let tables = self.ropes.iter_mut().flat_map(RopeSet::tables_mut);
         for growth in tables.filter_map(|table| table.growth.take()) {
             self.max_positions = self.max_positions.min(growth.positions);
         }

@@ -8,6 +8,7 @@ use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::Keys;
+use crate::model::rope::{self, RopeSet};
 use crate::model::spec::{ExpertNames, ExpertsSpec, MlpSpec, QueryGrowth, Spec};
 
 pub(super) const MISTRAL: Family = Family {
@@ -46,8 +47,6 @@ pub(super) const MINISTRAL3: Family = Family {
 const MIXTRAL_BASE: f64 = 1e6;
 /// Names in files of Mixtral.
 const MIXTRAL_NAMES: &[(&str, &str)] = &[("mlp.", "block_sparse_moe.")];
-/// Positions with the same factor of queries, if a config with a rate does not say.
-const POSITIONS: usize = 16_384;
 
 fn defaults() -> Value {
     json!({
@@ -124,16 +123,19 @@ fn ministral3(keys: &Keys<'_>) -> Result<Spec> {
     let config = with_rotation(keys)?;
     let keys = &Keys(&config);
     let mut spec = read(keys)?;
-    spec.ropes[0].table.growth = growth(keys)?;
+    let growth = growth(keys)?;
+    for table in spec.ropes.iter_mut().flat_map(RopeSet::tables_mut) {
+        table.growth = growth;
+    }
     Ok(spec)
 }
 
 /// The config with the rotation that the class of transformers has by default.
 fn with_rotation(keys: &Keys<'_>) -> Result<Map<String, Value>> {
     let mut config = keys.0.clone();
-    if keys.object("rope_scaling")?.is_none() && keys.object("rope_parameters")?.is_none() {
+    if rope::parameters(keys)?.is_none() {
         let yarn = json!({
-            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": POSITIONS,
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1
         });
         config.insert("rope_parameters".to_owned(), yarn);
@@ -141,29 +143,35 @@ fn with_rotation(keys: &Keys<'_>) -> Result<Map<String, Value>> {
     Ok(config)
 }
 
-/// How queries grow, from the parameters of the rotation.
+/// How queries grow, from the parameters of the rotation. A rate of 0 is none.
 fn growth(keys: &Keys<'_>) -> Result<Option<QueryGrowth>> {
-    let parameters = match keys.object("rope_scaling")? {
-        Some(scaling) => Some(scaling),
-        None => keys.object("rope_parameters")?,
-    };
-    let Some(parameters) = parameters else {
+    const RATE: &str = "llama_4_scaling_beta";
+    const POSITIONS: &str = "original_max_position_embeddings";
+    let Some(parameters) = rope::parameters(keys)? else {
         return Ok(None);
     };
-    let Some(rate) = parameters.number("llama_4_scaling_beta")? else {
+    let Some(given) = parameters.number(RATE)?.filter(|&rate| rate != 0.0) else {
         return Ok(None);
     };
+    let rate = given as f32;
     if !(rate >= 0.0 && rate.is_finite()) {
         bail!(
             CorruptFile,
-            "config: 'llama_4_scaling_beta' is {rate}; expected a number from 0 on"
+            "config: '{RATE}' is {given}; expected a number from 0 on"
         );
     }
-    let positions = parameters.size("original_max_position_embeddings")?;
-    Ok(Some(QueryGrowth {
-        rate: rate as f32,
-        positions: positions.unwrap_or(POSITIONS),
-    }))
+    let positions = match keys.size(POSITIONS)?.or(parameters.size(POSITIONS)?) {
+        Some(positions) => positions,
+        // As in transformers.
+        None if rope::kind(&parameters)? == Some("yarn") => {
+            keys.required_size("max_position_embeddings")?
+        }
+        None => bail!(
+            CorruptFile,
+            "config: '{RATE}' is {given}, and there is no '{POSITIONS}' from which on queries grow"
+        ),
+    };
+    Ok(Some(QueryGrowth { rate, positions }))
 }
 
 #[cfg(test)]
@@ -187,13 +195,63 @@ mod tests {
             (Value::Null, Some((0.1, 16_384))),
             (growing(json!(0.25)), Some((0.25, 4096))),
             (json!({"rope_type": "default"}), None),
+            // As in Devstral 2.
+            (growing(json!(0)), None),
+            (
+                json!({"rope_type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.5}),
+                Some((0.5, 262_144)),
+            ),
         ] {
             let growth = with(parameters.clone()).unwrap().ropes[0].table.growth;
             let got = growth.map(|growth| (growth.rate, growth.positions));
             assert_eq!(got, expected, "{parameters}");
         }
-        let e = with(growing(json!(-1))).unwrap_err();
-        assert!(e.message().contains("'llama_4_scaling_beta' is -1"), "{e}");
+        for (parameters, expected) in [
+            (growing(json!(-1)), "'llama_4_scaling_beta' is -1"),
+            // Infinite in single precision.
+            (growing(json!(1e300)), "expected a number from 0 on"),
+            (
+                json!({"rope_type": "default", "llama_4_scaling_beta": 0.1}),
+                "there is no 'original_max_position_embeddings'",
+            ),
+        ] {
+            let e = with(parameters).unwrap_err();
+            assert!(e.message().contains(expected), "{expected}: {e}");
+        }
+    }
+
+    /// As for every family, `rope_scaling` without keys is none.
+    #[test]
+    fn empty_scaling_is_none() {
+        let rate = |mut config: Value| {
+            config["model_type"] = json!("ministral3");
+            config["rope_scaling"] = json!({});
+            let growth = families::read(&config).unwrap().ropes[0].table.growth;
+            growth.map(|growth| growth.rate)
+        };
+        assert_eq!(rate(json!({})), Some(0.1));
+        let own = json!({"rope_parameters": growing(json!(0.25))});
+        assert_eq!(rate(own), Some(0.25));
+    }
+
+    #[test]
+    fn queries_grow_in_long_contexts_too() {
+        let factors = vec![1.0; 64];
+        let spec = with(json!({
+            "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 4096
+        }));
+        let mut spec = spec.unwrap();
+        for capacity in [4096, 4097] {
+            assert!(spec.ropes[0].table(capacity).growth.is_some(), "{capacity}");
+        }
+        spec = spec.without_growth();
+        assert_eq!(spec.max_positions, 4096);
+        assert!(
+            spec.ropes[0]
+                .tables_mut()
+                .all(|table| table.growth.is_none())
+        );
     }
 
     #[test]
