@@ -877,6 +877,33 @@ fn glm4_of_vision_models_is_refused() {
     assert!(model::open_bytes("x.gguf", with(&[0; 4])).is_ok());
 }
 
+/// A drafter's blocks have no window of their own, and a list of windows has them or leaves them out. A number is a period.
+#[test]
+fn windows_are_those_of_the_model_without_its_drafter() {
+    let full_layers = |pairs: Vec<Vec<u8>>| -> Vec<usize> {
+        let mut all = vec![
+            integer("exaone4.block_count", 9),
+            integer("exaone4.nextn_predict_layers", 1),
+        ];
+        all.extend(pairs);
+        let c = config(&small("exaone4", all));
+        assert_eq!(c["num_hidden_layers"], 8);
+        let types = c["layer_types"].as_array().unwrap();
+        assert_eq!(types.len(), 8);
+        let is_full = |layer: &usize| types[*layer] == "full_attention";
+        (0..8).filter(is_full).collect()
+    };
+    let window = || integer("exaone4.attention.sliding_window", 512);
+    let pattern = "exaone4.attention.sliding_window_pattern";
+    let list = |flags: &[u8]| Gguf::array_pair(pattern, 7, flags.len() as u64, flags);
+    assert_eq!(full_layers(vec![]), [0, 1, 2, 3, 4, 5, 6, 7]);
+    assert_eq!(full_layers(vec![window()]), [3, 7]);
+    assert_eq!(full_layers(vec![window(), integer(pattern, 3)]), [2, 5]);
+    for flags in [&[1, 0, 1, 1, 1, 1, 1, 1][..], &[1, 0, 1, 1, 1, 1, 1, 1, 0]] {
+        assert_eq!(full_layers(vec![window(), list(flags)]), [1]);
+    }
+}
+
 #[test]
 fn a_window_makes_mistral_of_llama() {
     let c = config(&small("llama", vec![]));

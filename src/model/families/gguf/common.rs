@@ -129,15 +129,19 @@ pub(super) fn blocks(metadata: &GgufMetadata<'_>) -> Result<usize> {
     Ok(blocks as usize)
 }
 
-/// The number that `key` has for each block, without those of a drafter. A single number applies to all blocks.
-pub(super) fn by_block(metadata: &GgufMetadata<'_>, key: &str) -> Result<Vec<u64>> {
-    let blocks = blocks(metadata)?;
+/// The number of blocks without those of a drafter.
+fn own_blocks(metadata: &GgufMetadata<'_>) -> Result<usize> {
     let drafter = metadata.integer("nextn_predict_layers")?.unwrap_or(0);
-    let own = blocks.saturating_sub(drafter.min(MOST_BLOCKS) as usize);
+    Ok(blocks(metadata)?.saturating_sub(drafter.min(MOST_BLOCKS) as usize))
+}
+
+/// The number that `key` has for each block, without those of a drafter, which a list may leave out. A single number applies to all blocks.
+pub(super) fn by_block(metadata: &GgufMetadata<'_>, key: &str) -> Result<Vec<u64>> {
+    let (blocks, own) = (blocks(metadata)?, own_blocks(metadata)?);
     let Some(list) = metadata.integers(key) else {
         return Ok(vec![required(metadata, key)?; own]);
     };
-    if list.len() != blocks {
+    if ![blocks, own].contains(&list.len()) {
         bail!(
             CorruptFile,
             "'{}' has {} elements for {blocks} layers",
@@ -156,6 +160,28 @@ pub(super) fn by_block(metadata: &GgufMetadata<'_>, key: &str) -> Result<Vec<u64
         })
     };
     numbers.map(number).collect()
+}
+
+/// Whether each block has the window of a file: as a list of blocks says, or all but every last of a period, `default` if the file does not
+/// say.
+pub(super) fn windowed_blocks(metadata: &GgufMetadata<'_>, default: u64) -> Result<Vec<bool>> {
+    const PATTERN: &str = "attention.sliding_window_pattern";
+    let own = own_blocks(metadata)?;
+    // Converters omit the window if no layer has one.
+    if window(metadata)?.is_none() {
+        return Ok(vec![false; own]);
+    }
+    if metadata.integers(PATTERN).is_some() {
+        let pattern = by_block(metadata, PATTERN)?;
+        return Ok(pattern.iter().map(|&n| n != 0).collect());
+    }
+    let period = match metadata.integer(PATTERN)? {
+        None => default,
+        Some(_) => required(metadata, PATTERN)?,
+    };
+    Ok((1..=own as u64)
+        .map(|n| !n.is_multiple_of(period))
+        .collect())
 }
 
 /// The one number that `key` has for all blocks that `chosen` names. `None` if it names none.

@@ -3,11 +3,14 @@
 use serde_json::{Map, Value, json};
 
 use super::common::{
-    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, SLIDING_WINDOW, blocks, by_block,
-    layer_types, remove_zero_cap, required, window,
+    ATTENTION, LOGIT_CAP, MLP, NORMS_AROUND_HALVES, PLAIN, SLIDING_WINDOW, blocks, layer_types,
+    remove_zero_cap, required, window, windowed_blocks,
 };
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufForm, GgufKind, GgufMetadata};
+
+/// One layer of so many of Gemma 3 has full attention, if a file with a window does not say.
+const INTERVAL: u64 = 6;
 
 pub(super) const GEMMA2: GgufFamily = GgufFamily {
     architecture: "gemma2",
@@ -59,28 +62,10 @@ fn gemma2(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Resul
 }
 
 fn gemma3(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    let layers = blocks(metadata)?;
-    const PATTERN: &str = "attention.sliding_window_pattern";
-    let window = window(metadata)?;
     remove_zero_cap(config);
-    let sliding: Vec<bool> = match (window, metadata.integers(PATTERN)) {
-        // The converter omits the window if no layer has one.
-        (None, _) => vec![false; layers],
-        (Some(_), Some(_)) => by_block(metadata, PATTERN)?
-            .iter()
-            .map(|&layer| layer != 0)
-            .collect(),
-        (Some(_), None) => {
-            // The last layer of each period has full attention.
-            let period = match metadata.integer(PATTERN)? {
-                None => 6,
-                Some(_) => required(metadata, PATTERN)?,
-            };
-            (1..=layers as u64).map(|n| n % period != 0).collect()
-        }
-    };
-    config.insert("layer_types".into(), layer_types(&sliding));
-    if let Some(window) = window {
+    let windowed = windowed_blocks(metadata, INTERVAL)?;
+    config.insert("layer_types".into(), layer_types(&windowed));
+    if let Some(window) = window(metadata)? {
         config.insert("sliding_window".into(), json!(window));
         // Scaling applies only to the layers with full attention, which use `rope_theta`.
         let theta = metadata.float("rope.freq_base_swa")?.unwrap_or(10000.0);

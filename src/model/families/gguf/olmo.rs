@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::common::{ATTENTION, MLP, Names, PLAIN, blocks, by_block, layer_types, window};
+use super::common::{ATTENTION, MLP, Names, PLAIN, layer_types, window, windowed_blocks};
 use crate::base::Result;
 use crate::checkpoint::{GgufFamily, GgufMetadata};
 
@@ -12,7 +12,7 @@ const NORMS_AFTER_HALVES: Names = &[
 ];
 
 /// One layer of so many has full attention, if a file with a window does not say.
-const INTERVAL: usize = 4;
+const INTERVAL: u64 = 4;
 
 pub(super) const OLMO2: GgufFamily = GgufFamily {
     architecture: "olmo2",
@@ -28,7 +28,7 @@ pub(super) const EXAONE4: GgufFamily = GgufFamily {
     architecture: "exaone4",
     model_type: "exaone4",
     class: "Exaone4ForCausalLM",
-    config: exaone4,
+    config: windows,
     ..OLMO2
 };
 
@@ -42,25 +42,10 @@ fn olmo(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<
     Ok(())
 }
 
-fn exaone4(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    windows(metadata, config)
-}
-
 /// The window, and the layers that have it.
 fn windows(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Result<()> {
-    const PATTERN: &str = "attention.sliding_window_pattern";
-    let window = window(metadata)?;
-    config.insert("sliding_window".into(), json!(window));
-    let windowed: Vec<bool> = match (window, metadata.integers(PATTERN)) {
-        (None, _) => vec![false; blocks(metadata)?],
-        (Some(_), Some(_)) => by_block(metadata, PATTERN)?
-            .iter()
-            .map(|&n| n != 0)
-            .collect(),
-        (Some(_), None) => (1..=blocks(metadata)?)
-            .map(|layer| !layer.is_multiple_of(INTERVAL))
-            .collect(),
-    };
+    config.insert("sliding_window".into(), json!(window(metadata)?));
+    let windowed = windowed_blocks(metadata, INTERVAL)?;
     config.insert("layer_types".into(), layer_types(&windowed));
     Ok(())
 }
