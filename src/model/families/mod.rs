@@ -27,7 +27,7 @@ use serde_json::Value;
 use super::keys::Keys;
 use super::spec::Spec;
 use crate::base::Result;
-use crate::base::error::{bail, err};
+use crate::base::error::bail;
 use crate::base::files::GivenFiles;
 use crate::checkpoint::{self, Checkpoint, GgufFamily};
 
@@ -68,6 +68,7 @@ pub const FAMILIES: &[Family] = &[
 ];
 
 const LATENT: &str = "latent attention";
+const MAMBA: &str = "Mamba-2 before an MLP";
 
 /// Families that do not run, by `model_type`, and what they have that cannot be run.
 const MISSING: &[(&str, &str)] = &[
@@ -89,7 +90,7 @@ const MISSING: &[(&str, &str)] = &[
     ("minimax", "linear attention"),
     ("ernie4_5_moe", "experts chosen by corrected softmax scores"),
     ("falcon_h1", "Mamba-2 beside attention"),
-    ("granitemoehybrid", "Mamba-2 before an MLP"),
+    ("granitemoehybrid", MAMBA),
     ("lfm2", "short convolutions"),
     ("lfm2_moe", "short convolutions"),
 ];
@@ -151,32 +152,37 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
     // A text model within a larger one has a suffix: `gemma3_text`.
     let name = keys.text("model_type")?;
     let plain = name.map(|name| name.strip_suffix("_text").unwrap_or(name));
-    let found = match (plain, class) {
-        (Some(name), _) => FAMILIES
-            .iter()
-            .find(|f| f.model_type == within::family_of(name)),
-        (None, Some(class)) => FAMILIES.iter().find(|f| f.class == class),
-        (None, None) => bail!(
+    if (plain, class) == (None, None) {
+        bail!(
             CorruptFile,
             "config: neither 'model_type' nor 'architectures' says what the model is"
-        ),
-    };
-    let missing = MISSING.iter().find(|(name, _)| Some(*name) == plain);
-    if let Some((name, what)) = missing.filter(|_| found.is_none()) {
+        );
+    }
+    let of_type = |f: &&Family| plain.is_some_and(|name| f.model_type == within::family_of(name));
+    let of_class = |f: &&Family| Some(f.class) == class;
+    // Early copies of MiniMax-M2 have another type.
+    if let Some(found) = (FAMILIES.iter().find(of_type)).or(FAMILIES.iter().find(of_class)) {
+        return Ok(found);
+    }
+    if let Some((name, what)) = MISSING.iter().find(|(name, _)| Some(*name) == plain) {
+        let types = keys.texts("layer_types")?;
+        let has_mamba = types.is_none_or(|types| types.contains(&"mamba"));
+        let what = match *what {
+            MAMBA if !has_mamba => "an MLP stored as a shared expert",
+            what => what,
+        };
         bail!(
             Unsupported,
             "models of the architecture '{name}' have {what}, which cannot be run yet"
         );
     }
-    found.ok_or_else(|| {
-        let known: Vec<_> = FAMILIES.iter().map(|f| f.model_type).collect();
-        err!(
-            Unsupported,
-            "unknown architecture '{}'; known are {}",
-            name.or(class).unwrap_or_default(),
-            known.join(", ")
-        )
-    })
+    let known: Vec<_> = FAMILIES.iter().map(|f| f.model_type).collect();
+    bail!(
+        Unsupported,
+        "unknown architecture '{}'; known are {}",
+        name.or(class).unwrap_or_default(),
+        known.join(", ")
+    )
 }
 
 #[cfg(test)]
@@ -521,6 +527,33 @@ mod tests {
                 assert_eq!(json!(mixture.normalized), expected["normalized"]);
             }
         }
+    }
+
+    /// Early copies of MiniMax-M2 have the type of another architecture.
+    #[test]
+    fn a_class_names_a_family_where_the_type_does_not() {
+        let config = |class: &str| json!({"model_type": "minimax", "architectures": [class]});
+        let spec = read(&config("MiniMaxM2ForCausalLM")).unwrap();
+        assert_eq!(spec.family, "minimax_m2");
+        let e = read(&config("MiniMaxForCausalLM")).unwrap_err();
+        assert!(e.message().contains("linear attention"), "{e}");
+    }
+
+    /// Dense models of Granite 4 have the type of those with Mamba-2.
+    #[test]
+    fn granite_without_mamba_is_refused_for_its_mlp() {
+        let refusal = |types: Value| {
+            let config = json!({"model_type": "granitemoehybrid", "layer_types": types});
+            read(&config).unwrap_err().message().to_owned()
+        };
+        for types in [Value::Null, json!(["attention", "mamba"])] {
+            assert!(refusal(types).contains("Mamba-2 before an MLP"));
+        }
+        let dense = refusal(json!(["attention", "attention"]));
+        assert!(
+            dense.contains("an MLP stored as a shared expert"),
+            "{dense}"
+        );
     }
 
     /// Flags of larger models disagree in published files: a head that is missing is tied if any of them says so.
