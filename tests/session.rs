@@ -1827,7 +1827,11 @@ fn damaged_session_files_are_errors() {
     corrupt(&[&bytes[..], &[0]].concat(), "damaged or cut off");
     corrupt(&[0; 100], "not a session file");
     let mut version = bytes.clone();
-    for (number, advice) in [(1, "start the conversation anew"), (9, "a newer library")] {
+    for (number, advice) in [
+        (1, "start the conversation anew"),
+        (4, "start the conversation anew"),
+        (9, "a newer library"),
+    ] {
         version[8] = number;
         let e = try_to_read(&version).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unsupported);

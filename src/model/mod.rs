@@ -320,9 +320,13 @@ impl Model {
             _ => load()?,
         };
         let mut fingerprint = XxHash3_64::new();
-        let drafter = spec.drafter.take();
-        fingerprint.write(format!("{spec:?}").as_bytes());
-        spec.drafter = drafter;
+        // A drafter and layers that are not read bear on no result.
+        let hashed = Spec {
+            drafter: None,
+            unread_layers: 0,
+            ..spec.clone()
+        };
+        fingerprint.write(format!("{hashed:?}").as_bytes());
         fingerprint.write(&sum.to_le_bytes());
         if device.is_cuda() {
             let all = spec.max_positions;

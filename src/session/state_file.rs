@@ -21,10 +21,10 @@ use crate::model::KvType;
 use crate::text::{Message, messages_from_json, messages_to_json};
 
 /// Version 1 identified models by the first and last rows of their weights; version 2 had only the roles user and assistant; version 3 had
-/// other checksums.
+/// other checksums; version 4 had other fingerprints of models.
 const FORMAT: Format = Format {
     magic: *b"NVFP4SES",
-    version: 4,
+    version: 5,
     name: "a session file",
     older: "an older library wrote it; start the conversation anew, and save it again",
     newer: "a newer library wrote it; restore it with that one",

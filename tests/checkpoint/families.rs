@@ -993,6 +993,22 @@ fn metadata_that_makes_no_config_is_refused() {
     );
 }
 
+/// The config of safetensors names layers that draft and are not read, and that of a GGUF file none.
+#[test]
+fn layers_that_are_not_read_make_no_other_model() {
+    let golden = golden("glm4moe_biased");
+    let scratch = Scratch::new();
+    let weights = "model.safetensors";
+    std::fs::copy(golden.join(weights), scratch.0.join(weights)).unwrap();
+    let source = model::open(&golden).unwrap();
+    let mut config = source.metadata().config.clone().unwrap();
+    config["num_nextn_predict_layers"] = json!(1);
+    std::fs::write(scratch.0.join("config.json"), config.to_string()).unwrap();
+    assert_eq!(families::read(&config).unwrap().unread_layers, 1);
+    let fingerprint = |path: &Path| Served::load(path, &options()).unwrap().fingerprint();
+    assert_eq!(fingerprint(&scratch.0), fingerprint(&golden));
+}
+
 /// A golden as it would be within a model that also takes pictures.
 fn published(case: &str, within: &str, scratch: &Scratch) {
     let bytes = std::fs::read(golden(case).join("model.safetensors")).unwrap();

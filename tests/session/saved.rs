@@ -428,7 +428,7 @@ fn files_that_lie_are_refused() {
         "the same tokens",
     );
     let mut version = bytes.clone();
-    for (number, advice) in [(0, "save their prefixes"), (9, "a newer library")] {
+    for (number, advice) in [(1, "save their prefixes"), (9, "a newer library")] {
         version[8] = number;
         refused(&version, ErrorKind::Unsupported, advice);
     }

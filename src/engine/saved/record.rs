@@ -17,9 +17,10 @@ use crate::engine::windows::KEPT_MULTIPLE;
 use crate::model::kv::{FILE_PAGE, KvCache, KvTables, NULL_BLOCK, PagesOf, StateArena};
 use crate::model::{KvType, Model};
 
+/// Version 1 had other fingerprints of models.
 pub(super) const FORMAT: Format = Format {
     magic: *b"NVFP4PRE",
-    version: 1,
+    version: 2,
     name: "a file of prefixes",
     older: "an older library wrote it; run the prompts again, and save their prefixes",
     newer: "a newer library wrote it; restore it with that one",
