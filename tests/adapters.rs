@@ -76,7 +76,7 @@ fn logits_agree_with_peft() {
 
 /// An adapter beside all linear maps of a model gives the logits of the model that it is merged into, in every kind of layer: biased and
 /// fused projections, experts, gated attention, gated delta nets, Mamba-2, per-layer
-/// inputs, and heads that rotate neighbours.
+/// inputs, and interleaved RoPE.
 #[test]
 fn logits_are_those_of_merged_weights() {
     for (case, least) in [

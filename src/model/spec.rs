@@ -248,8 +248,8 @@ pub struct AttentionSpec {
     pub gated: bool,
     /// Whether each head has a sink: a logit that takes part in the softmax of every row and has no value.
     pub sinks: bool,
-    /// Whether files have the rows of queries and keys that rotate together as neighbours, instead of half of those that rotate apart.
-    pub neighbours: bool,
+    /// Whether files interleave the two halves of the rotating rows of each head of queries and keys (interleaved RoPE).
+    pub interleaved: bool,
     /// Index in [`Spec::ropes`] of the rotation of queries and keys; `None` for attention without positions.
     pub rope: Option<usize>,
     /// Positions that a query attends to, its own included; `None` for all positions up to its own.

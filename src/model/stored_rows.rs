@@ -2,9 +2,16 @@
 
 use std::ops::Range;
 
-/// Rows of a stored tensor, in the order of their tensor's: one pattern after the other.
+/// Rows of a stored tensor, in the order of their tensor's: one pattern after the other, and all of them again for each group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StoredRows(pub Vec<RowPattern>);
+pub struct StoredRows {
+    /// The patterns of the first group.
+    patterns: Vec<RowPattern>,
+    /// Number of groups.
+    groups: usize,
+    /// Rows from one group to the next.
+    stride: usize,
+}
 
 /// Runs of consecutive rows, all of one length and equally far apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +28,7 @@ pub struct RowPattern {
 
 impl From<Range<usize>> for StoredRows {
     fn from(rows: Range<usize>) -> Self {
-        StoredRows(vec![RowPattern {
+        StoredRows::new(vec![RowPattern {
             first: rows.start,
             run: rows.len(),
             stride: rows.len(),
@@ -44,20 +51,39 @@ impl RowPattern {
 }
 
 impl StoredRows {
+    /// Rows of these patterns.
+    pub fn new(patterns: Vec<RowPattern>) -> Self {
+        StoredRows::repeated(patterns, 1, 0)
+    }
+
+    /// Rows of these patterns in each of `groups`, `stride` rows apart.
+    pub fn repeated(patterns: Vec<RowPattern>, groups: usize, stride: usize) -> Self {
+        StoredRows {
+            patterns,
+            groups,
+            stride,
+        }
+    }
+
     /// The first of them.
     pub fn first(&self) -> usize {
-        self.0.first().map_or(0, |pattern| pattern.first)
+        self.patterns.first().map_or(0, |pattern| pattern.first)
     }
 
     /// Number of rows.
     pub fn count(&self) -> usize {
-        self.0.iter().map(RowPattern::count).sum()
+        self.groups * self.group()
+    }
+
+    /// Number of rows of a group.
+    fn group(&self) -> usize {
+        self.patterns.iter().map(RowPattern::count).sum()
     }
 
     /// The stored rows from the first to the last of `rows`, if every other of them is one of these. Reading all of them costs less than
     /// reading each alone.
     pub fn alternating(&self, rows: &Range<usize>) -> Option<Range<usize>> {
-        match self.0[..] {
+        match self.patterns[..] {
             [
                 RowPattern {
                     first,
@@ -65,28 +91,30 @@ impl StoredRows {
                     stride: 2,
                     ..
                 },
-            ] if !rows.is_empty() => Some(first + 2 * rows.start..first + 2 * rows.end - 1),
+            ] if self.groups == 1 && !rows.is_empty() => {
+                Some(first + 2 * rows.start..first + 2 * rows.end - 1)
+            }
             _ => None,
         }
     }
 
     /// The consecutive rows that `rows` of these are, in order. Each comes with the number of rows of `rows` before it.
     pub fn parts(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
-        let (mut next, mut patterns, mut passed) = (rows.start, self.0.iter(), 0);
-        let mut pattern = patterns.next();
+        let (mut next, end, group) = (rows.start, rows.end.min(self.count()), self.group());
         std::iter::from_fn(move || {
-            while pattern.is_some_and(|p| next >= passed + p.count()) {
-                passed += pattern?.count();
-                pattern = patterns.next();
-            }
-            if next >= rows.end {
+            if next >= end {
                 return None;
             }
-            let end = rows.end.min(passed + pattern?.count());
-            let run = pattern?.run_from(next - passed, end - passed);
-            let before = next - rows.start;
+            let (before, moved) = (next - rows.start, next / group * self.stride);
+            let mut within = next % group;
+            let pattern = self.patterns.iter().find(|pattern| {
+                let is_here = within < pattern.count();
+                within -= if is_here { 0 } else { pattern.count() };
+                is_here
+            })?;
+            let run = pattern.run_from(within, pattern.count().min(within + end - next));
             next += run.len();
-            Some((before, run))
+            Some((before, run.start + moved..run.end + moved))
         })
     }
 }
@@ -103,13 +131,20 @@ mod tests {
             stride: 10,
             runs: 2,
         };
-        let rows = StoredRows(vec![pattern(0, 2), pattern(2, 3)]);
+        let rows = StoredRows::new(vec![pattern(0, 2), pattern(2, 3)]);
+        let all = [0, 1, 10, 11, 2, 3, 4, 12, 13, 14];
+        check(&rows, &all);
+        let again = all.map(|row| row + 20);
+        let groups = StoredRows::repeated(rows.patterns, 2, 20);
+        check(&groups, &[all, again].concat());
+    }
+
+    fn check(rows: &StoredRows, all: &[usize]) {
         let stored = |range: Range<usize>| -> Vec<usize> {
             rows.parts(range).flat_map(|(_, part)| part).collect()
         };
-        let all = [0, 1, 10, 11, 2, 3, 4, 12, 13, 14];
-        assert_eq!((rows.count(), stored(0..10)), (10, all.to_vec()));
-        for (first, last) in [(0, 0), (1, 3), (3, 6), (5, 10), (9, 10)] {
+        assert_eq!((rows.count(), &stored(0..all.len())[..]), (all.len(), all));
+        for (first, last) in [(0, 0), (1, 3), (3, 6), (5, 10), (9, all.len())] {
             assert_eq!(stored(first..last), all[first..last]);
             let mut at = 0;
             for (before, part) in rows.parts(first..last) {

@@ -321,9 +321,9 @@ fn of_any_block(spec: &Spec, prefix: &str, block: &BlockSpec) -> Vec<TensorSpec>
     }
     match mixer {
         MixerSpec::Attention(attention) => {
-            let rope = attention.rope.filter(|_| attention.neighbours);
-            let neighbours = rope.map(|rope| spec.ropes[rope].table.rotary_dim());
-            list.attention(attention, spec.hidden_size, neighbours);
+            let rope = attention.rope.filter(|_| attention.interleaved);
+            let interleaved = rope.map(|rope| spec.ropes[rope].table.rotary_dim());
+            list.attention(attention, spec.hidden_size, interleaved);
         }
         MixerSpec::GatedDelta(delta) => list.gated_delta(delta, spec.hidden_size),
         MixerSpec::Mamba2(mamba) => list.mamba2(mamba, spec.hidden_size),
@@ -403,7 +403,7 @@ pub(super) fn gate_up_rows(
             let first = first + half * height;
             (first..first + height).into()
         }
-        ExpertNames::GptOss => StoredRows(vec![RowPattern {
+        ExpertNames::GptOss => StoredRows::new(vec![RowPattern {
             first: first + half,
             run: 1,
             stride: 2,
@@ -499,8 +499,8 @@ impl List<'_> {
         }
     }
 
-    /// The tensors of attention. In files that have rows that rotate together as neighbours, `neighbours` are the rows of a head that rotate.
-    fn attention(&mut self, attention: &AttentionSpec, hidden: usize, neighbours: Option<usize>) {
+    /// The tensors of attention. `interleaved` is the number of rotating rows of a head, for files that interleave them.
+    fn attention(&mut self, attention: &AttentionSpec, hidden: usize, interleaved: Option<usize>) {
         let (q, kv) = (attention.q_width(), attention.kv_width());
         // Files store one matrix for all three only where there are three.
         let has_values = attention.key_values == KeyValues::Projected;
@@ -510,10 +510,10 @@ impl List<'_> {
             false => self.projection("self_attn.q_proj", (q, hidden), bias, fused(0)),
             true => self.gated_queries(attention, hidden),
         }
-        self.part_rows(neighbours, attention.head_dim);
+        self.interleaved_heads(interleaved, attention.head_dim);
         if attention.has_own_keys() {
             self.projection("self_attn.k_proj", (kv, hidden), bias, fused(q));
-            self.part_rows(neighbours, attention.head_dim);
+            self.interleaved_heads(interleaved, attention.head_dim);
         }
         if has_values {
             self.projection("self_attn.v_proj", (kv, hidden), bias, fused(q + kv));
@@ -535,34 +535,30 @@ impl List<'_> {
         }
     }
 
-    /// Makes of the last projection rows of what files store under its name, in heads of `dim` of which the first `neighbours` are pairs of
-    /// neighbours.
-    fn part_rows(&mut self, neighbours: Option<usize>, dim: usize) {
-        let Some(rotated) = neighbours else { return };
+    /// Maps the last projection, weight and bias, to what files store under its name. Its heads have `dim` rows, of which the first `rotated`
+    /// are stored interleaved: row 0 and row `rotated / 2`, row 1 and the row after that, and so on.
+    fn interleaved_heads(&mut self, rotated: Option<usize>, dim: usize) {
+        let Some(rotated) = rotated else { return };
+        let half = |first| RowPattern {
+            first,
+            run: 1,
+            stride: 2,
+            runs: rotated / 2,
+        };
+        let rest = RowPattern {
+            first: rotated,
+            run: dim - rotated,
+            stride: dim,
+            runs: 1,
+        };
         let first = self.tensors.len() - 2;
         for tensor in &mut self.tensors[first..] {
-            let rows = tensor.shape[0];
-            let pairs = |first| RowPattern {
-                first,
-                run: 1,
-                stride: 2,
-                runs: rotated / 2,
-            };
-            let of_head = |first| {
-                let rest = RowPattern {
-                    first: first + rotated,
-                    run: dim - rotated,
-                    stride: dim,
-                    runs: 1,
-                };
-                [pairs(first), pairs(first + 1), rest]
-            };
-            let heads = (0..rows).step_by(dim).flat_map(of_head);
+            let heads = tensor.shape[0] / dim;
             tensor.alone = false;
             tensor.within = vec![Within {
                 name: tensor.name.clone(),
                 shape: tensor.shape.clone(),
-                rows: StoredRows(heads.filter(|pattern| pattern.run > 0).collect()),
+                rows: StoredRows::repeated(vec![half(0), half(1), rest], heads, dim),
             }];
         }
     }
@@ -571,7 +567,7 @@ impl List<'_> {
     fn gated_queries(&mut self, attention: &AttentionSpec, hidden: usize) {
         let (dim, width) = (attention.head_dim, attention.q_width());
         for (name, first) in [(QUERY, 0), (QUERY_GATE, dim)] {
-            let rows = StoredRows(vec![RowPattern {
+            let rows = StoredRows::new(vec![RowPattern {
                 first,
                 run: dim,
                 stride: 2 * dim,
@@ -620,7 +616,7 @@ impl List<'_> {
                         stride,
                         runs: heads,
                     };
-                    let stored = StoredRows(runs.iter().map(pattern).collect());
+                    let stored = StoredRows::new(runs.iter().map(pattern).collect());
                     let whole = (whole, &[heads * stride, hidden][..]);
                     let (name, sizes) = (format!("{name}.weight"), [stored.count(), hidden]);
                     self.part(&name, &sizes, TensorRole::Recurrent, whole, stored);

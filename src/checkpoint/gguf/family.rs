@@ -48,7 +48,7 @@ pub struct GgufFamily {
 /// How GGUF stores a tensor otherwise than Hugging Face's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GgufForm {
-    /// The rows of each head are interleaved, so that rows that rotate together are neighbours. With the key of the number of heads.
+    /// The two halves of the rows of each head are interleaved. With the key of the number of heads.
     Interleaved(&'static str),
     /// 1 is added to each value.
     OnePlus,

@@ -253,7 +253,7 @@ fn attention(keys: &Keys<'_>, hidden_size: usize) -> Result<AttentionSpec> {
         o_bias: false,
         gated: false,
         sinks: false,
-        neighbours: false,
+        interleaved: false,
         rope: Some(0),
         window: None,
         scale: 1.0 / (head_dim as f32).sqrt(),

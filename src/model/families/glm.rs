@@ -1,4 +1,4 @@
-//! GLM-4: norms before and after each half of a block, and rotation of neighbours. GLM-4.5 and later: dense layers first, then mixtures with a
+//! GLM-4: norms before and after each half of a block, and interleaved RoPE. GLM-4.5 and later: dense layers first, then mixtures with a
 //! shared expert whose experts are scored by sigmoids. In both, half of each head rotates. Solar Open is GLM-4.5 with whole heads that rotate and
 //! without dense layers.
 
@@ -86,7 +86,7 @@ fn glm4(keys: &Keys<'_>) -> Result<Spec> {
     decoder.block.norms.post = true;
     let attention = &mut decoder.block.attention;
     attention.qkv_bias = keys.flag("attention_bias")? == Some(true);
-    attention.neighbours = true;
+    attention.interleaved = true;
     Ok(decoder.finish(|_, _| {}))
 }
 
@@ -150,6 +150,7 @@ mod tests {
     use super::*;
     use crate::model::families;
     use crate::model::spec::{Scoring, SigmoidScoring};
+    use crate::model::tensors;
 
     fn with(changes: Value) -> Result<Spec> {
         let mut config = json!({
@@ -177,6 +178,21 @@ mod tests {
         };
         assert_eq!(mixture.scoring, Scoring::Sigmoid(scoring));
         assert_eq!(spec.ropes[0].table.rotary_dim(), 16);
+    }
+
+    /// The patterns of one head describe all.
+    #[test]
+    fn rows_of_many_heads_take_no_more_memory() {
+        let size_of = |heads: usize| {
+            let spec = families::read(&json!({"model_type": "glm4", "num_attention_heads": heads}))
+                .unwrap();
+            let all = tensors::of_block(&spec, 0);
+            let queries = all.iter().find(|t| t.name.ends_with("q_proj.weight"));
+            let rows = &queries.unwrap().within[0].rows;
+            assert_eq!(rows.count(), heads * 128);
+            format!("{rows:?}").len()
+        };
+        assert!(size_of(4096) < 2 * size_of(4));
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Llama: the baseline block, from which the other families differ. SmolLM3 has layers without rotation, Seed-OSS biases of its own, and
-//! ERNIE 4.5 rotates neighbours.
+//! ERNIE 4.5 interleaved RoPE.
 
 use serde_json::{Value, json};
 
@@ -149,7 +149,7 @@ fn ernie4_5(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.refuse_experts(keys)?;
     decoder.read_attention_bias(keys)?;
-    decoder.block.attention.neighbours = true;
+    decoder.block.attention.interleaved = true;
     Ok(decoder.finish(|_, _| {}))
 }
 

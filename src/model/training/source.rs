@@ -303,8 +303,8 @@ pub fn untrainable(spec: &Spec) -> Option<String> {
         (MixerSpec::Attention(attention), _) if attention.qk_norm == QkNorm::RotatedHeads => {
             Some("has attention with norms after rotation")
         }
-        (MixerSpec::Attention(attention), _) if attention.neighbours => {
-            Some("has attention that rotates neighbours")
+        (MixerSpec::Attention(attention), _) if attention.interleaved => {
+            Some("has interleaved RoPE")
         }
         (MixerSpec::Attention(attention), _) if attention.sinks => Some("has attention with sinks"),
         (MixerSpec::Attention(attention), _) if attention.key_values != KeyValues::Projected => {

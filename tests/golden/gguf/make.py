@@ -64,7 +64,7 @@ def values(stored):
 
 
 def interleave(w, heads):
-    """The rows of each head so that those that rotate together are neighbours."""
+    """The rows of each head with its two halves interleaved."""
     return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
 
 

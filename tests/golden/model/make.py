@@ -334,7 +334,7 @@ CASES["glm4moe_grouped"] = ("Glm4Moe", dict(
     GLM4_MOE, hidden_size=48, num_hidden_layers=2, use_qk_norm=True, n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2,
     norm_topk_prob=False, routed_scaling_factor=2.5, n_shared_experts=2, moe_intermediate_size=16, num_nextn_predict_layers=1,
     **rope(rope_theta=1e6, rope_type="default")))
-# Rows that rotate together are neighbours, in half of each head; norms after each half of a block too.
+# Interleaved RoPE of half of each head; norms after each half of a block too.
 GLM4 = dict(SMALL, num_key_value_heads=1, pad_token_id=0, eos_token_id=1, tie_word_embeddings=False)
 CASES["glm4_biased"] = ("Glm4", dict(
     GLM4, hidden_size=64, head_dim=32, attention_bias=True, **rope(rope_theta=1e4, rope_type="default", partial_rotary_factor=0.5)))

@@ -301,7 +301,7 @@ fn attention(head_dim: usize) -> AttentionSpec {
         o_bias: false,
         gated: false,
         sinks: false,
-        neighbours: false,
+        interleaved: false,
         rope: Some(0),
         window: None,
         scale: 1.0,

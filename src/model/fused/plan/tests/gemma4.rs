@@ -99,7 +99,7 @@ impl Gemma4 {
                 kv_heads: self.kv_heads[kind],
                 head_dim: [256, 512][kind],
                 key_values,
-                neighbours: false,
+                interleaved: false,
                 qk_norm: QkNorm::Heads,
                 value_norm: true,
                 qkv_bias: false,
