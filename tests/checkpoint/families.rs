@@ -747,6 +747,37 @@ fn what_experts_leave_out_is_known() {
     assert_eq!(c["model_type"], "qwen3_moe");
 }
 
+/// As in llama.cpp, no layer is dense where a file of GLM-4.5 does not say, and a width of dense layers is not needed.
+#[test]
+fn what_glm_leaves_out_is_known() {
+    let count = |name: &str, n| integer(&format!("glm4moe.{name}"), n);
+    let mut gguf = Gguf::new("glm4moe");
+    for (name, n) in [
+        ("attention.head_count", 4),
+        ("embedding_length", 32),
+        ("expert_feed_forward_length", 16),
+    ] {
+        gguf = gguf.with_pair(count(name, n));
+    }
+    let gguf = gguf
+        .tensor("output_norm.weight", &[8], 0, 0)
+        .with_data(vec![0; 32]);
+    let c = config(&gguf);
+    assert_eq!(
+        (&c["first_k_dense_replace"], &c["intermediate_size"]),
+        (&json!(0), &json!(16))
+    );
+    let given = [
+        count("feed_forward_length", 48),
+        count("leading_dense_block_count", 2),
+    ];
+    let c = config(&given.into_iter().fold(gguf, Gguf::with_pair));
+    assert_eq!(
+        (&c["first_k_dense_replace"], &c["intermediate_size"]),
+        (&json!(2), &json!(48))
+    );
+}
+
 #[test]
 fn what_the_expert_of_every_token_leaves_out_is_known() {
     let count = |name: &str, n| integer(&format!("qwen2moe.{name}"), n);

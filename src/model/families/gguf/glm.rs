@@ -79,6 +79,11 @@ fn glm4_moe(metadata: &GgufMetadata<'_>, config: &mut Map<String, Value>) -> Res
     sigmoid_scoring(metadata, config)?;
     let normalizes_heads = metadata.any_ends_with(".attn_q_norm.weight");
     config.insert("use_qk_norm".into(), json!(normalizes_heads));
+    // A file without dense layers may lack their number and their width.
+    config.entry("first_k_dense_replace").or_insert(json!(0));
+    if config["intermediate_size"].is_null() {
+        config["intermediate_size"] = config["moe_intermediate_size"].clone();
+    }
     // Blocks that draft have other names here.
     config.insert("num_nextn_predict_layers".into(), json!(0));
     rotary_part(config);
