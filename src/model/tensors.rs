@@ -412,6 +412,16 @@ pub(super) fn gate_up_rows(
     }
 }
 
+/// The name of a projection of an expert in files that store experts one by one.
+pub(super) fn expert_projection(names: ExpertNames, projection: &str) -> &str {
+    match (names, projection) {
+        (ExpertNames::Mixtral, "gate_proj") => "w1",
+        (ExpertNames::Mixtral, "up_proj") => "w3",
+        (ExpertNames::Mixtral, "down_proj") => "w2",
+        _ => projection,
+    }
+}
+
 struct List<'a> {
     prefix: &'a str,
     tensors: Vec<TensorSpec>,
@@ -767,22 +777,13 @@ impl List<'_> {
             within(&format!("{projection}.weight"), shape(rows), &alone),
             within(stack, shape(height), &of_stack),
         ];
-        let one = |projection| {
-            let name = format!("{expert}.{projection}.weight");
-            within(&name, vec![rows, cols], &(0..rows).into())
-        };
         let weights = match experts.names {
             ExpertNames::Qwen | ExpertNames::Gemma4 => stacks.into(),
             ExpertNames::Mixtral => {
-                let own = match projection {
-                    "gate_proj" => "w1",
-                    "up_proj" => "w3",
-                    _ => "w2",
-                };
-                [one(own), one(projection)]
-                    .into_iter()
-                    .chain(stacks)
-                    .collect()
+                let own = expert_projection(experts.names, projection);
+                let name = format!("{expert}.{own}.weight");
+                let one = within(&name, vec![rows, cols], &(0..rows).into());
+                [one].into_iter().chain(stacks).collect()
             }
             // A checkpoint gives the stack this name, and its matrices row by row, however the file stores them. GGUF has gates and ups apart.
             ExpertNames::GptOss => vec![

@@ -1,7 +1,7 @@
 //! GGUF models of every family: the weights of a golden, under the names and in the order of llama.cpp's converter, are the same model and
 //! give the logits of transformers. And text models within larger ones, as they are published.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::ControlFlow;
 use std::path::Path;
 
@@ -1022,6 +1022,37 @@ fn metadata_that_makes_no_config_is_refused() {
         ErrorKind::Unsupported,
         "'blk.0.attn_norm.weight' is a norm in NVFP4",
     );
+}
+
+/// Stacks of experts come apart under the names that Mixtral's own files have.
+#[test]
+fn experts_of_mixtral_are_written_by_their_numbers() {
+    for name in ["mixtral_window", "minimaxm2_partial"] {
+        let case = CASES.iter().find(|c| c.golden == name).unwrap();
+        let source = model::open_bytes("x.gguf", case.gguf()).unwrap();
+        let scratch = Scratch::new();
+        let out = scratch.0.join("out");
+        let to_modelopt = ConvertOptions::new(Container::ModelOpt, Recipe::Amax);
+        let pool = Pool::new(2).unwrap();
+        convert(&*source, &out, &to_modelopt, &pool, &mut |_| {
+            ControlFlow::Continue(())
+        })
+        .unwrap();
+        let made = model::open(&out).unwrap();
+        let names = |checkpoint: &dyn Checkpoint| -> BTreeSet<String> {
+            let entries = checkpoint.entries().iter();
+            let experts = entries.filter(|e| e.name.contains(".experts."));
+            experts.map(|e| e.name.clone()).collect()
+        };
+        let own = model::open(&golden(name)).unwrap();
+        assert_eq!(names(&*made), names(&*own), "{name}");
+        let global = |projection: &str| {
+            let weight = format!("model.layers.1.block_sparse_moe.experts.3.{projection}.weight");
+            made.global_scale(made.find(&weight).unwrap()).unwrap()
+        };
+        assert_eq!(global("w1"), global("w3"), "{name}");
+        drop(Served::load(&out, &options()).unwrap());
+    }
 }
 
 /// The config of safetensors names layers that draft and are not read, and that of a GGUF file none.

@@ -11,7 +11,9 @@ use crate::model::families;
 use crate::model::load::{has_own_head, is_of_shared_keys};
 use crate::model::spec::ExpertNames;
 use crate::model::spec_of;
-use crate::model::tensors::{EMBEDDINGS, HEAD, PER_LAYER_TABLE, StoredRows, gate_up_rows};
+use crate::model::tensors::{
+    EMBEDDINGS, HEAD, PER_LAYER_TABLE, StoredRows, expert_projection, gate_up_rows,
+};
 use crate::tensor::DType;
 
 /// How a tensor derives from its entry.
@@ -276,9 +278,9 @@ fn repeats_the_embedding(source: &dyn Checkpoint) -> Result<bool> {
     Ok(is_said_to_be_tied && has_embedding && !has_own_head(source)?)
 }
 
-/// Divides a stack of experts into one tensor per expert, or two if the stack holds gate and up projections, named as serving engines and
-/// this library's loader expect: `mlp.experts.E.gate_proj.weight`, or with `mixer` for `mlp`, or without either. MXFP4 becomes NVFP4 without
-/// loss. `None` for an entry that is not a stack.
+/// Divides a stack of experts into one tensor per expert, or two if the stack holds gate and up projections, named as in the family's files
+/// of single experts: `mlp.experts.E.gate_proj.weight`, with `w1` for `gate_proj` in Mixtral's. What stands for `mlp` is kept. MXFP4 becomes
+/// NVFP4 without loss. `None` for an entry that is not a stack.
 fn experts(
     source: &dyn Checkpoint,
     entry: &Entry,
@@ -313,6 +315,7 @@ fn experts(
     };
     let step = |(expert, &(projection, half)): (usize, &(&str, Option<usize>))| {
         let height = rows / each.len();
+        let projection = expert_projection(names, projection);
         PlannedTensor {
             name: format!("{block}{stacked}{expert}.{projection}.weight"),
             entry: entry.clone(),
