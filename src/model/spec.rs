@@ -33,7 +33,7 @@ pub struct Spec {
     pub per_layer_table: Option<PerLayerTableSpec>,
     /// Whether the head shares the embedding's table.
     pub tied: bool,
-    /// Factor of what each half of a block adds to the residual stream.
+    /// Residual multiplier: factor of what each half of a block adds to the residual stream.
     pub residual_scale: f32,
     /// Factor of the logits.
     pub logit_scale: f32,

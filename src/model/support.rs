@@ -183,7 +183,7 @@ mod tests {
             ),
             (
                 "granite",
-                "this MODEL model has factors of what its blocks add and of its logits",
+                "this MODEL model has a residual multiplier and a scale of its logits",
             ),
         ];
         let expected = expected.map(|(name, what)| (name, what.replace("MODEL", name)));

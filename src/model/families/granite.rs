@@ -1,4 +1,4 @@
-//! Granite: Llama with factors of embeddings, of scores, of what each half of a block adds, and of logits.
+//! Granite: Llama with multipliers of embeddings, scores and residuals, and a divisor of logits.
 
 use serde_json::{Value, json};
 
@@ -63,10 +63,7 @@ mod tests {
         assert_eq!(spec.blocks[0].attention().unwrap().scale, 0.015625);
         for refusal in [fused::unsupported(&spec), training::untrainable(&spec)] {
             let refusal = refusal.unwrap();
-            assert!(
-                refusal.contains("factors of what its blocks add"),
-                "{refusal}"
-            );
+            assert!(refusal.contains("a residual multiplier"), "{refusal}");
         }
         let e = with(json!({"logits_scaling": 0})).unwrap_err();
         assert!(e.message().contains("'logits_scaling' is 0"), "{e}");

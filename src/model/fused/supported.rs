@@ -49,7 +49,7 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     };
     if spec.residual_scale != 1.0 || spec.logit_scale != 1.0 {
         return Some(format!(
-            "this {} model has factors of what its blocks add and of its logits",
+            "this {} model has a residual multiplier and a scale of its logits",
             spec.family
         ));
     }

@@ -289,7 +289,7 @@ fn row_elements(entry: &Entry) -> usize {
 pub fn untrainable(spec: &Spec) -> Option<String> {
     if spec.residual_scale != 1.0 || spec.logit_scale != 1.0 {
         return Some(format!(
-            "this {} model has factors of what its blocks add and of its logits, which have no backward pass yet: it can be run and quantized, but not trained or calibrated",
+            "this {} model has a residual multiplier and a scale of its logits, which have no backward pass yet: it can be run and quantized, but not trained or calibrated",
             spec.family
         ));
     }

@@ -415,7 +415,7 @@ CASES["exaone4_mixed"] = ("Exaone4", dict(
     EXAONE4, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=4, tie_word_embeddings=False, **rope(rope_theta=1e6, rope_type="default")))
 # A window of 0 here is null in files.
 NO_WINDOW = {"exaone4_plain"}
-# Factors of embeddings, scores, what blocks add, and logits.
+# Multipliers of embeddings, scores and residuals, and a divisor of logits.
 GRANITE = dict(
     SMALL, head_dim=None, hidden_size=64, embedding_multiplier=6.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.0,
     **rope(rope_theta=1e4, rope_type="default"))
