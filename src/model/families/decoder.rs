@@ -195,15 +195,19 @@ impl Decoder {
         self.spec
     }
 
-    /// The finished spec, with a window of `window` positions in the layers that `windowed` selects.
+    /// The finished spec, with a window of `window` positions in the layers that `windowed` selects, which have the last rotation.
     pub(super) fn finish_windowed(
         self,
         window: Option<usize>,
         windowed: impl Fn(usize) -> bool,
     ) -> Spec {
         let window = self.effective_window(window);
+        let rope = self.spec.ropes.len() - 1;
         self.finish(|layer, block| {
-            block.attention.window = window.filter(|_| windowed(layer));
+            if windowed(layer) {
+                block.attention.rope = Some(rope);
+                block.attention.window = window;
+            }
         })
     }
 }

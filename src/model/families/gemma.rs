@@ -75,16 +75,10 @@ fn gemma3(keys: &Keys<'_>) -> Result<Spec> {
         .or(keys.size("_sliding_window_pattern")?)
         .unwrap_or(6);
     let types = decoder.read_layer_types(keys, WINDOWED)?;
-    let window = decoder.effective_window(keys.window("sliding_window")?);
-    Ok(decoder.finish(|layer, block| {
-        let is_windowed = match &types {
-            Some(windowed) => windowed[layer],
-            None => !(layer + 1).is_multiple_of(pattern),
-        };
-        if is_windowed {
-            block.attention.rope = Some(1);
-            block.attention.window = window;
-        }
+    let window = keys.window("sliding_window")?;
+    Ok(decoder.finish_windowed(window, |layer| match &types {
+        Some(types) => types[layer],
+        None => !(layer + 1).is_multiple_of(pattern),
     }))
 }
 

@@ -78,14 +78,9 @@ fn olmo3(keys: &Keys<'_>) -> Result<Spec> {
     })?;
     read(&mut decoder, keys, QkNorm::Projections)?;
     decoder.read_attention_bias(keys)?;
-    let windowed = windowed_layers(&decoder, keys, INTERVAL)?;
-    let window = decoder.effective_window(keys.window("sliding_window")?);
-    Ok(decoder.finish(|layer, block| {
-        if windowed[layer] {
-            block.attention.rope = Some(1);
-            block.attention.window = window;
-        }
-    }))
+    let window = keys.window("sliding_window")?;
+    let windowed = windowed_layers(&decoder, keys, || Ok(INTERVAL))?;
+    Ok(decoder.finish_windowed(window, |layer| windowed[layer]))
 }
 
 fn exaone4(keys: &Keys<'_>) -> Result<Spec> {
@@ -94,10 +89,7 @@ fn exaone4(keys: &Keys<'_>) -> Result<Spec> {
     let Some(window) = keys.window("sliding_window")? else {
         return Ok(decoder.finish(|_, _| {}));
     };
-    // The pattern may be a text, beside the types of layers.
-    let pattern = keys.get("sliding_window_pattern").and_then(Value::as_u64);
-    let interval = pattern.map_or(INTERVAL, |pattern| (pattern as usize).max(1));
-    let windowed = windowed_layers(&decoder, keys, interval)?;
+    let windowed = windowed_layers(&decoder, keys, || interval(keys))?;
     let window = decoder.effective_window(Some(window));
     Ok(decoder.finish(|layer, block| {
         block.attention.window = window.filter(|_| windowed[layer]);
@@ -117,9 +109,60 @@ fn read(decoder: &mut Decoder, keys: &Keys<'_>, qk_norm: QkNorm) -> Result<()> {
     Ok(())
 }
 
+/// One layer of so many has full attention, as the pattern of EXAONE 4 says, a number or in early configs a text.
+fn interval(keys: &Keys<'_>) -> Result<usize> {
+    const PATTERN: &str = "sliding_window_pattern";
+    match keys.get(PATTERN) {
+        Some(Value::String(text)) if text == "LLLG" => Ok(INTERVAL),
+        _ => Ok(keys.size(PATTERN)?.unwrap_or(INTERVAL)),
+    }
+}
+
 /// The layers with a window: all but every one of `interval`, unless the config names them.
-fn windowed_layers(decoder: &Decoder, keys: &Keys<'_>, interval: usize) -> Result<Vec<bool>> {
-    let types = decoder.read_layer_types(keys, WINDOWED)?;
-    let by_interval = || (1..=decoder.layers).map(|layer| !layer.is_multiple_of(interval));
-    Ok(types.unwrap_or_else(|| by_interval().collect()))
+fn windowed_layers(
+    decoder: &Decoder,
+    keys: &Keys<'_>,
+    interval: impl FnOnce() -> Result<usize>,
+) -> Result<Vec<bool>> {
+    if let Some(types) = decoder.read_layer_types(keys, WINDOWED)? {
+        return Ok(types);
+    }
+    let interval = interval()?;
+    let windowed = (1..=decoder.layers).map(|layer| !layer.is_multiple_of(interval));
+    Ok(windowed.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::families;
+
+    #[test]
+    fn a_pattern_says_which_layers_have_the_window() {
+        let full = |changes: Value| -> Result<Vec<usize>> {
+            let mut config =
+                json!({"model_type": "exaone4", "num_hidden_layers": 8, "sliding_window": 64});
+            for (key, value) in changes.as_object().unwrap() {
+                config[key] = value.clone();
+            }
+            let spec = families::read(&config)?;
+            let is_full = |layer: &usize| spec.blocks[*layer].attention().unwrap().window.is_none();
+            Ok((0..8).filter(is_full).collect())
+        };
+        for pattern in [json!(4), json!("LLLG"), Value::Null] {
+            let layers = full(json!({"sliding_window_pattern": pattern}));
+            assert_eq!(layers.unwrap(), [3, 7], "{pattern}");
+        }
+        let third = full(json!({"sliding_window_pattern": 3})).unwrap();
+        assert_eq!(third, [2, 5]);
+        let e = full(json!({"sliding_window_pattern": "LG"})).unwrap_err();
+        assert!(
+            e.message().contains("'sliding_window_pattern' is \"LG\""),
+            "{e}"
+        );
+        // A list of layers goes before any pattern.
+        let types = ["full_attention"; 8];
+        let listed = full(json!({"sliding_window_pattern": "LG", "layer_types": types})).unwrap();
+        assert_eq!(listed.len(), 8);
+    }
 }
