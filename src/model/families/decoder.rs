@@ -86,7 +86,7 @@ impl Decoder {
         let max_positions = keys.size("max_position_embeddings")?.unwrap_or(2048);
         let attention = attention(keys, hidden_size)?;
         let mlp = DenseMlpSpec {
-            intermediate_size: intermediate_size(keys, "intermediate_size")?,
+            intermediate_size: intermediate_size(keys, WIDTH)?,
             gated: true,
             activation: activation(keys)?,
             bias: keys.flag("mlp_bias")? == Some(true),
@@ -356,8 +356,13 @@ pub(super) fn expert_counts(
     Ok((count, per_token))
 }
 
-/// The experts described by Qwen's keys, their number by `count_key`.
-pub(super) fn experts(keys: &Keys<'_>, count_key: &str) -> Result<ExpertsSpec> {
+/// The key for the width of an expert in most configs.
+pub(super) const EXPERT_WIDTH: &str = "moe_intermediate_size";
+/// The key for the width of an MLP, in some configs that of an expert.
+pub(super) const WIDTH: &str = "intermediate_size";
+
+/// The experts described by Qwen's keys, their number by `count_key`, and their width by `width_key`.
+pub(super) fn experts(keys: &Keys<'_>, count_key: &str, width_key: &str) -> Result<ExpertsSpec> {
     let (count, per_token) = expert_counts(keys, count_key, "num_experts_per_tok")?;
     Ok(ExpertsSpec {
         count,
@@ -368,7 +373,7 @@ pub(super) fn experts(keys: &Keys<'_>, count_key: &str) -> Result<ExpertsSpec> {
         router_scaled: false,
         names: ExpertNames::Qwen,
         expert: DenseMlpSpec {
-            intermediate_size: intermediate_size(keys, "moe_intermediate_size")?,
+            intermediate_size: intermediate_size(keys, width_key)?,
             gated: true,
             activation: activation(keys)?,
             bias: false,

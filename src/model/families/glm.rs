@@ -4,7 +4,9 @@
 
 use serde_json::{Value, json};
 
-use super::decoder::{Decoder, ROTARY_PART, THETA, experts, sigmoid_scoring, with_numbers};
+use super::decoder::{
+    Decoder, EXPERT_WIDTH, ROTARY_PART, THETA, WIDTH, experts, sigmoid_scoring, with_numbers,
+};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -110,9 +112,9 @@ fn glm4_moe(keys: &Keys<'_>) -> Result<Spec> {
 
 fn solar_open(keys: &Keys<'_>) -> Result<Spec> {
     let mut config = with_numbers(keys, &[(THETA, SOLAR_BASE)])?;
-    if let Some(width) = keys.get("moe_intermediate_size") {
+    if let Some(width) = keys.get(EXPERT_WIDTH) {
         // There is no dense layer.
-        config.insert("intermediate_size".to_owned(), width.clone());
+        config.insert(WIDTH.to_owned(), width.clone());
     }
     let mut decoder = Decoder::read(&Keys(&config))?;
     decoder.block.attention.qkv_bias = keys.flag("attention_bias")? == Some(true);
@@ -123,7 +125,7 @@ fn solar_open(keys: &Keys<'_>) -> Result<Spec> {
 
 /// The experts of a mixture, with the shared one, which is as wide as `n_shared_experts` of them.
 fn mixture(keys: &Keys<'_>) -> Result<ExpertsSpec> {
-    let experts = experts(keys, "num_local_experts")?;
+    let experts = experts(keys, "num_local_experts", EXPERT_WIDTH)?;
     let (shared, width) = (
         keys.required_size("n_shared_experts")?,
         experts.expert.intermediate_size,

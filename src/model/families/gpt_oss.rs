@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::decoder::{Decoder, THETA, WINDOWED, experts, with_numbers};
+use super::decoder::{Decoder, THETA, WIDTH, WINDOWED, experts, with_numbers};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -36,7 +36,7 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.read_attention_bias(keys)?;
     decoder.block.attention.sinks = true;
-    let experts = experts(keys, "num_experts")?;
+    let experts = experts(keys, "num_experts", WIDTH)?;
     decoder.block.mlp = MlpSpec::Experts(ExpertsSpec {
         normalized: true,
         router_bias: true,
@@ -59,12 +59,9 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     }))
 }
 
-/// The config with the defaults of its rotation, and the width of an expert, which has the name of that of a dense MLP.
+/// The config with the defaults of its rotation.
 fn completed(keys: &Keys<'_>) -> Result<Map<String, Value>> {
     let mut config = with_numbers(keys, &[(THETA, BASE)])?;
-    if let Some(width) = keys.get("intermediate_size") {
-        config.insert("moe_intermediate_size".to_owned(), width.clone());
-    }
     let is_given = |name| Ok(keys.object(name)?.is_some_and(|given| !given.0.is_empty()));
     if !is_given("rope_scaling")? && !is_given("rope_parameters")? {
         let yarn = json!({

@@ -1,8 +1,8 @@
 //! MiniMax-M2: norms over all heads of queries and of keys together, a part of each head that rotates, and experts scored by sigmoids.
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::decoder::{Decoder, ROTARY_PART, THETA, experts, with_numbers};
+use super::decoder::{Decoder, ROTARY_PART, THETA, WIDTH, experts, with_numbers};
 use super::family::Family;
 use crate::base::Result;
 use crate::model::keys::Keys;
@@ -40,14 +40,19 @@ fn defaults() -> Value {
 }
 
 fn read(keys: &Keys<'_>) -> Result<Spec> {
-    let config = completed(keys)?;
+    let mut numbers = vec![(THETA, BASE)];
+    // Published files give the part of a head that rotates in elements.
+    if let (Some(rotated), Some(dim)) = (keys.size("rotary_dim")?, keys.size("head_dim")?) {
+        numbers.push((ROTARY_PART, rotated as f64 / dim as f64));
+    }
+    let config = with_numbers(keys, &numbers)?;
     let keys = &Keys(&config);
     let mut decoder = Decoder::read(keys)?;
     decoder.spec.renamed = NAMES;
     // Files that have modules which draft hold them as further layers.
     decoder.spec.unread_layers = keys.count("num_mtp_modules")?.unwrap_or(0);
     decoder.block.attention.qk_norm = QkNorm::Projections;
-    let experts = experts(keys, "num_experts")?;
+    let experts = experts(keys, "num_experts", WIDTH)?;
     let scoring = SigmoidScoring {
         groups: 1,
         top_groups: 1,
@@ -60,18 +65,4 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
         ..experts
     });
     Ok(decoder.finish(|_, _| {}))
-}
-
-/// The config with the width of an expert, which has the name of that of a dense MLP, and the part of a head that rotates, which published
-/// files give in elements.
-fn completed(keys: &Keys<'_>) -> Result<Map<String, Value>> {
-    let mut numbers = vec![(THETA, BASE)];
-    if let (Some(rotated), Some(dim)) = (keys.size("rotary_dim")?, keys.size("head_dim")?) {
-        numbers.push((ROTARY_PART, rotated as f64 / dim as f64));
-    }
-    let mut config = with_numbers(keys, &numbers)?;
-    if let Some(width) = keys.get("intermediate_size") {
-        config.insert("moe_intermediate_size".to_owned(), width.clone());
-    }
-    Ok(config)
 }

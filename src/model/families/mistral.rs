@@ -3,7 +3,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::decoder::{Decoder, THETA, WINDOWED, experts, with_numbers};
+use super::decoder::{Decoder, THETA, WIDTH, WINDOWED, experts, with_numbers};
 use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -103,17 +103,14 @@ fn ministral(keys: &Keys<'_>) -> Result<Spec> {
 }
 
 fn mixtral(keys: &Keys<'_>) -> Result<Spec> {
-    let mut config = with_numbers(keys, &[(THETA, MIXTRAL_BASE)])?;
-    if let Some(width) = keys.get("intermediate_size") {
-        config.insert("moe_intermediate_size".to_owned(), width.clone());
-    }
+    let config = with_numbers(keys, &[(THETA, MIXTRAL_BASE)])?;
     let keys = &Keys(&config);
     let mut decoder = Decoder::read(keys)?;
     decoder.spec.renamed = MIXTRAL_NAMES;
     decoder.block.mlp = MlpSpec::Experts(ExpertsSpec {
         normalized: true,
         names: ExpertNames::Mixtral,
-        ..experts(keys, "num_experts")?
+        ..experts(keys, "num_experts", WIDTH)?
     });
     let window = keys.window("sliding_window")?;
     Ok(decoder.finish_windowed(window, |_| true))

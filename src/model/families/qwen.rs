@@ -3,7 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::decoder::{Decoder, WINDOWED, expert_layers, experts, intermediate_size};
+use super::decoder::{Decoder, EXPERT_WIDTH, WINDOWED, expert_layers, experts, intermediate_size};
 use super::family::Family;
 use crate::base::Result;
 use crate::model::keys::Keys;
@@ -106,7 +106,7 @@ fn qwen3(keys: &Keys<'_>) -> Result<Spec> {
 fn qwen2_moe(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.block.attention.qkv_bias = keys.flag("qkv_bias")? == Some(true);
-    let experts = experts(keys, "num_experts")?;
+    let experts = experts(keys, "num_experts", EXPERT_WIDTH)?;
     let shared = DenseMlpSpec {
         intermediate_size: intermediate_size(keys, "shared_expert_intermediate_size")?,
         ..experts.expert
@@ -126,7 +126,7 @@ fn qwen3_moe(keys: &Keys<'_>) -> Result<Spec> {
     let mut decoder = Decoder::read(keys)?;
     decoder.read_attention_bias(keys)?;
     decoder.block.attention.qk_norm = QkNorm::Heads;
-    let experts = experts(keys, "num_experts")?;
+    let experts = experts(keys, "num_experts", EXPERT_WIDTH)?;
     let window = used_window(keys)?;
     with_experts(decoder.finish_windowed(window, |_| true), keys, experts)
 }

@@ -4,8 +4,8 @@
 use serde_json::{Value, json};
 
 use super::decoder::{
-    Decoder, HEAD_MULTIPLE, MOST_TAPS, MOST_WIDTH, ROTARY_PART, expert_layers, experts,
-    intermediate_size, with_numbers,
+    Decoder, EXPERT_WIDTH, HEAD_MULTIPLE, MOST_TAPS, MOST_WIDTH, ROTARY_PART, expert_layers,
+    experts, intermediate_size, with_numbers,
 };
 use super::family::Family;
 use crate::base::Result;
@@ -118,7 +118,7 @@ fn qwen3_next(keys: &Keys<'_>) -> Result<Spec> {
 }
 
 fn shared_experts(keys: &Keys<'_>) -> Result<ExpertsSpec> {
-    let experts = experts(keys, "num_experts")?;
+    let experts = experts(keys, "num_experts", EXPERT_WIDTH)?;
     let mlp = DenseMlpSpec {
         intermediate_size: intermediate_size(keys, "shared_expert_intermediate_size")?,
         ..experts.expert
