@@ -134,7 +134,20 @@ fn by_layer_type<'a>(scaling: &Keys<'a>) -> Option<(&'a String, &'a serde_json::
     scaling.0.iter().find(|(_, v)| v.is_object())
 }
 
-/// One rotation. Its base is `rope_theta` of `scaling`, or the key `base` of the config, or the default.
+/// The base of a rotation: `rope_theta` of `scaling`, or the key `base` of the config, or the default.
+pub(super) fn theta(
+    config: &Keys<'_>,
+    scaling: &Keys<'_>,
+    (base, default): (&str, f64),
+) -> Result<f64> {
+    let theta = match scaling.number("rope_theta")? {
+        Some(theta) => theta,
+        None => config.number(base)?.unwrap_or(default),
+    };
+    positive(base, theta)
+}
+
+/// One rotation, with the base of [`theta`].
 fn set(
     config: &Keys<'_>,
     scaling: &Keys<'_>,
@@ -142,11 +155,7 @@ fn set(
     head_dim: usize,
     max_positions: usize,
 ) -> Result<RopeSet> {
-    let theta = match scaling.number("rope_theta")? {
-        Some(theta) => theta,
-        None => config.number(base)?.unwrap_or(default),
-    };
-    let theta = positive(base, theta)?;
+    let theta = theta(config, scaling, (base, default))?;
     let part = match scaling.number("partial_rotary_factor")? {
         Some(part) => Some(part),
         None => config.number("partial_rotary_factor")?,

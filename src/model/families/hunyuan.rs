@@ -7,6 +7,7 @@ use super::family::Family;
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::model::keys::Keys;
+use crate::model::rope;
 use crate::model::spec::{QkNorm, Spec};
 
 pub(super) const HUNYUAN_V1_DENSE: Family = Family {
@@ -49,29 +50,22 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
 /// The config with the base of the rotation that the `alpha` of dynamic scaling gives, whatever the length of a sequence.
 fn with_base(keys: &Keys<'_>) -> Result<Map<String, Value>> {
     let mut config = keys.0.clone();
-    for name in ["rope_scaling", "rope_parameters"] {
-        let Some(scaling) = keys.object(name)? else {
-            continue;
-        };
-        let Some(alpha) = scaling.number("alpha")?.filter(|&alpha| alpha != 0.0) else {
-            continue;
-        };
-        let base = match scaling.number(THETA)? {
-            Some(base) => base,
-            None => keys.number(THETA)?.unwrap_or(BASE),
-        };
-        let Some(dim) = keys.size("head_dim")?.filter(|&dim| dim > 2 && alpha > 0.0) else {
-            bail!(
-                CorruptFile,
-                "config: '{name}' has alpha {alpha}; expected a positive number, and a head_dim above 2 beside it"
-            );
-        };
-        let base = base * alpha.powf(dim as f64 / (dim as f64 - 2.0));
-        config.insert(
-            name.to_owned(),
-            json!({"rope_type": "default", "rope_theta": base}),
+    let Some(scaling) = rope::parameters(keys)? else {
+        return Ok(config);
+    };
+    let Some(alpha) = scaling.number("alpha")?.filter(|&alpha| alpha != 0.0) else {
+        return Ok(config);
+    };
+    let Some(dim) = keys.size("head_dim")?.filter(|&dim| dim > 2 && alpha > 0.0) else {
+        bail!(
+            CorruptFile,
+            "config: rope scaling has alpha {alpha}; expected a positive number, and a head_dim above 2 beside it"
         );
-    }
+    };
+    let base = rope::theta(keys, &scaling, (THETA, BASE))?;
+    let base = base * alpha.powf(dim as f64 / (dim as f64 - 2.0));
+    let stretched = json!({"rope_type": "default", "rope_theta": base});
+    config.insert("rope_scaling".to_owned(), stretched);
     Ok(config)
 }
 
