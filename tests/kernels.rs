@@ -42,6 +42,7 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
         | Unit::AttentionPrefillWidest
         | Unit::AttentionRows => Some(F16),
         Unit::LinearWide
+        | Unit::LinearWideAdapted
         | Unit::AttentionTrainingForwardWide
         | Unit::AttentionTrainingBackwardWide => Some(WARPGROUP),
         Unit::LinearTf32 => Some("HMMA.1688.F32.TF32"),

@@ -5,30 +5,17 @@
 // adds up in order. Shrink runs beside the product with the weights, whose input it shares: what wrote that input is complete when the
 // product has let shrink start. Expand waits for both, because every block of shrink waits for the product before it ends.
 #include "activation/gate.cuh"
-#include "adapter/factors.cuh"
-#include "common/ptx.cuh"
+#include "adapter/shrink.cuh"
 #include "common/values.cuh"
-#include "format/fragment_major.cuh"
 
-constexpr int TILE_ROWS = 16;
 constexpr int SHRINK_THREADS = 256;
 constexpr int SHRINK_BLOCKS = 2;       // on a multiprocessor at least
 constexpr int SHRINK_WARPS = SHRINK_THREADS / WARP;
-constexpr int WARP_K = 4 * BLOCK;   // elements of K that a warp takes at a time
 constexpr int STEP_K = SHRINK_WARPS * WARP_K;
 constexpr int SPLITS_AT_ONCE = 10;  // of which a thread has loads in flight: half of a row of 10,240
 constexpr int EXPAND_THREADS = 128;
 constexpr int EXPAND_BLOCKS = 4;     // on a multiprocessor at least
 constexpr int PROJECTIONS = 4;      // that share an input
-static_assert(SHRINK_THREADS == TILE_ROWS * RANK_STEP, "a thread adds up one number of a tile");
-
-// Rows with the same adapter.
-struct RowTile {
-    const Factors* factors;     // of all projections of a model; null: the rows have no adapter
-    int rows;
-    int row[TILE_ROWS];
-    int unused;
-};
 
 // The products of A factors of a group of projections, f32 [projections, rows, stride]; those of a row are [splits, rank].
 struct Low {
@@ -56,18 +43,6 @@ struct Low {
     }
 };
 
-__device__ __forceinline__ Factors factors_of(const RowTile& tile, int projection) {
-    Factors f{};
-    if (tile.factors) f = tile.factors[projection];
-    return f;
-}
-
-// A tile in shared memory, where later stores cannot change it. All threads of a block call this before they use the tile.
-__device__ __forceinline__ void load_tile(RowTile& to, const RowTile& tile) {
-    if (threadIdx.x < sizeof(RowTile) / 4) ((u32*)&to)[threadIdx.x] = ((const u32*)&tile)[threadIdx.x];
-    __syncthreads();
-}
-
 // RANK_STEP numbers of a row of B.
 __device__ __forceinline__ void load_factors(const void* b, int type, size_t at, float (&values)[RANK_STEP]) {
     if (type == F32) load_values<F32, RANK_STEP>((const uint4*)((const float*)b + at), values);
@@ -83,97 +58,6 @@ struct ShrinkArguments {
     float factor;           // by which x was divided
 };
 
-// Elements k to k + 3 of a row of x in the low halves, and those of the next block in the high ones; zeros where there are none.
-template <bool FRAGMENTS>
-__device__ __forceinline__ uint4 load_x(const ShrinkArguments& a, int row, int k, bool has_first, bool has_second) {
-    if (row < 0 || !has_first) return make_uint4(0, 0, 0, 0);
-    if (FRAGMENTS) {
-        // The padding of a row is zeros.
-        constexpr int NEXT = FRAGMENT_BYTES / 4;
-        const u32* from = (const u32*)(a.x + fragment_index(ceil_div(a.low.rows, GROUP_ROWS), row, k));
-        return make_uint4(from[0], from[NEXT], from[2 * NEXT], from[3 * NEXT]);
-    }
-    const uint2* from = (const uint2*)(a.x + (size_t)row * a.low.k + k);
-    uint2 p = from[0], q = has_second ? from[BLOCK / 4] : make_uint2(0, 0);
-    return make_uint4(__byte_perm(p.x, q.x, 0x5410), __byte_perm(p.x, q.x, 0x7632), __byte_perm(p.y, q.y, 0x5410), __byte_perm(p.y, q.y, 0x7632));
-}
-
-// Four numbers of a factor.
-template <Type T>
-__device__ __forceinline__ void unpack(uint4 v, float (&x)[4]) {
-    u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = value_of(T == F32 ? words[i] : words[i / 2] >> i % 2 * 16 & 0xffff, T);
-}
-
-// Products by tensor cores in tf32, which holds f16 and bf16: ranks are the rows of A, rows of x the columns of B. A factor in f32 is the sum of
-// two numbers in tf32, up to 2^-22 of it. Along K a lane has four neighbours of a block, and those of the next one.
-template <bool FRAGMENTS, Type T>
-__device__ __forceinline__ void shrink_tile(const ShrinkArguments& a, const RowTile& tile, const Factors& f,
-                                            float (&sums)[SHRINK_WARPS][TILE_ROWS][RANK_STEP]) {
-    constexpr int COLUMNS = TILE_ROWS / 8, PAIRS = WARP_K / (2 * BLOCK);
-    int lane = lane_id(), g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP, k = a.low.k, length = Low::split(f.rank);
-    int begin = blockIdx.x * length, end = min(begin + length, k), rows[COLUMNS];
-#pragma unroll
-    for (int column = 0; column < COLUMNS; column++) rows[column] = g + 8 * column < tile.rows ? tile.row[g + 8 * column] : -1;
-#pragma unroll 1
-    for (int rank = 0; rank < f.rank; rank += RANK_STEP) {
-        float c[COLUMNS][4] = {};
-#pragma unroll 1
-        for (int step = begin; step < end; step += STEP_K) {
-            uint4 x[PAIRS][COLUMNS], factors[PAIRS][4];
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; pair++) {
-                int at = step + warp * WARP_K + pair * 2 * BLOCK + 4 * t;
-                bool has_first = at < end, has_second = at + BLOCK < end;
-#pragma unroll
-                for (int column = 0; column < COLUMNS; column++) x[pair][column] = load_x<FRAGMENTS>(a, rows[column], at, has_first, has_second);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    size_t from = (size_t)(rank + g + i % 2 * 8) * k + at + i / 2 * BLOCK;
-                    factors[pair][i] = (i < 2 ? has_first : has_second) ? load_four(f.a, T, from) : make_uint4(0, 0, 0, 0);
-                }
-            }
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; pair++) {
-                float values[4][4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) unpack<T>(factors[pair][i], values[i]);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    u32 high[4], low[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        high[j] = T == F32 ? to_tf32(values[j][i]) : __float_as_uint(values[j][i]);
-                        low[j] = to_tf32(values[j][i] - __uint_as_float(high[j]));
-                    }
-#pragma unroll
-                    for (int column = 0; column < COLUMNS; column++) {
-                        uint4 v = x[pair][column];
-                        u32 words[4] = {v.x, v.y, v.z, v.w}, first = __float_as_uint(f16_low(words[i])), second = __float_as_uint(f16_high(words[i]));
-                        mma_tf32(c[column], high, first, second);
-                        if (T == F32) mma_tf32(c[column], low, first, second);
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int column = 0; column < COLUMNS; column++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) sums[warp][8 * column + 2 * t + e % 2][g + e / 2 * 8] = c[column][e];
-        }
-        __syncthreads();
-        int row = threadIdx.x / RANK_STEP, r = threadIdx.x % RANK_STEP;
-        if (row < tile.rows) {
-            float sum = 0;
-#pragma unroll
-            for (int i = 0; i < SHRINK_WARPS; i++) sum += sums[i][row][r];
-            a.low.of(blockIdx.y, tile.row[row])[blockIdx.x * f.rank + rank + r] = sum * a.factor;
-        }
-        __syncthreads();
-    }
-}
-
 // Grid: (ceil(k / STEP_K), projections, tiles). Launched after a product that has the same input, and followed by expand or by a gated unit.
 template <bool FRAGMENTS>
 __device__ __forceinline__ void shrink(const ShrinkArguments& a) {
@@ -182,10 +66,14 @@ __device__ __forceinline__ void shrink(const ShrinkArguments& a) {
     let_later_kernels_start();
     load_tile(tile, a.tiles[blockIdx.z]);
     Factors f = factors_of(tile, a.first + blockIdx.y);
-    if (tile.rows > 0 && f.rank > 0 && (int)blockIdx.x * Low::split(f.rank) < a.low.k) {
-        if (f.a_type == F32) shrink_tile<FRAGMENTS, F32>(a, tile, f, sums);
-        if (f.a_type == F16) shrink_tile<FRAGMENTS, F16>(a, tile, f, sums);
-        if (f.a_type == BF16) shrink_tile<FRAGMENTS, BF16>(a, tile, f, sums);
+    int length = Low::split(f.rank), begin = blockIdx.x * length, end = min(begin + length, a.low.k);
+    if (tile.rows > 0 && f.rank > 0 && begin < end) {
+#pragma unroll 1
+        for (int rank = 0; rank < f.rank; rank += RANK_STEP) {
+            shrink_tile<SHRINK_WARPS, 1, FRAGMENTS>({a.x, a.low.rows, a.low.k}, tile, f, rank, begin, end, sums, [] {}, [&](int row, int number, float sum) {
+                a.low.of(blockIdx.y, tile.row[row])[blockIdx.x * f.rank + rank + number] = sum * a.factor;
+            });
+        }
     }
     wait_for_earlier_kernels();
 }

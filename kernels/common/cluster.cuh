@@ -26,6 +26,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
                      : "memory");
     }
 }
+// Bulk copies that follow read what this thread sees in global memory.
+__device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // Copies bytes that a barrier expects from global to shared memory; addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),

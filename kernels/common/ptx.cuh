@@ -286,6 +286,15 @@ __device__ __forceinline__ void let_later_kernels_start() {
 #endif
 }
 
+__device__ __forceinline__ u32 load_acquire(const u32* p) {
+    u32 r;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+    return r;
+}
+// Adds 1 to a counter of which `last` is the largest value; 0 follows it.
+__device__ __forceinline__ void count_release(u32* p, u32 last) {
+    asm volatile("red.release.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
+}
 __device__ __forceinline__ u32 atomic_add_release_acquire(u32* p, u32 value) {
     u32 r;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(r) : "l"(p), "r"(value) : "memory");

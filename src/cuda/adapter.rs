@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::adapted_rows::{AdaptedRows, AdapterDivision, PARTS, RANK_STEP};
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::kernel::kernels;
 use super::linear::{CHUNK_K, Glu, Layout, Matrix};
@@ -42,8 +43,6 @@ kernels! {
 
 /// Rows of a tile.
 const TILE_ROWS: usize = 16;
-/// Ranks of factors are multiples of this.
-const RANK_STEP: usize = 16;
 /// Elements of K that a CTA of shrink takes at a time, and its threads.
 const STEP_K: usize = 512;
 const SHRINK_THREADS: u32 = 256;
@@ -180,12 +179,14 @@ pub struct AdapterScratch {
     low: DeviceBuffer,
     /// Products of a single row with A factors, for ranks up to [`ROW_RANK`].
     parts: DeviceBuffer,
+    /// A counter of [`AdaptedRows`].
+    counter: DeviceBuffer,
 }
 
 /// Elements of the products of the A factors of one projection, for a row of `k` elements and ranks up to `rank`.
 fn low_stride(k: usize, rank: usize) -> usize {
-    // Splits of STEP_K * c elements, for ranks of RANK_STEP * c, have RANK_STEP * c products each.
-    k / (STEP_K / RANK_STEP) + rank
+    // Splits of STEP_K * c elements, for ranks of RANK_STEP * c, have RANK_STEP * c products each; those of [`AdaptedRows`] have `rank`.
+    (k / (STEP_K / RANK_STEP) + rank).max(PARTS * rank)
 }
 
 impl AdapterScratch {
@@ -199,6 +200,7 @@ impl AdapterScratch {
             tiles: scratch(rows * TILE_WORDS * 4)?,
             low: scratch(PROJECTIONS * rows * low_stride(width, rank) * 4)?,
             parts: scratch(RowAdapter::bytes(rank.next_power_of_two().min(ROW_RANK)))?,
+            counter: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
         })
     }
 
@@ -265,6 +267,21 @@ impl AdaptedGroup<'_> {
             );
         }
         Ok(())
+    }
+
+    /// The rows for a GEMM of `projections` projections that applies the adapters itself.
+    pub fn rows(&self, projections: usize) -> Result<AdaptedRows<'_>> {
+        self.check(projections)?;
+        Ok(AdaptedRows {
+            tiles: &self.scratch.tiles,
+            low: &self.scratch.low,
+            counter: &self.scratch.counter,
+            division: AdapterDivision {
+                tiles: self.tiles,
+                rank: self.rank,
+            },
+            first: self.first,
+        })
     }
 
     fn low(&self) -> Result<LowArgument> {

@@ -4,6 +4,7 @@
 //!
 //! Every launcher enqueues on the device's one stream and returns; [`Gpu::synchronize`] or a copy to the host waits.
 
+mod adapted_rows;
 mod adapter;
 mod attention;
 mod bandwidth;
@@ -41,6 +42,7 @@ pub mod training;
 mod unfused;
 mod units;
 
+pub use adapted_rows::{AdaptedRows, AdapterDivision};
 pub use adapter::{
     ADAPTED_NORM, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, AdapterFactors, AdapterScratch,
     AdapterTable, AdapterTiles, adapted_glu, expand, expand_norm, shrink,

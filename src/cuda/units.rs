@@ -99,6 +99,7 @@ units! {
     LinearTf32 = "linear/tf32.cu",
     LinearTiled = "linear/tiled.cu",
     LinearWide = "linear/wide.cu",
+    LinearWideAdapted = "linear/wide_adapted.cu",
     MambaConv = "mamba/conv.cu",
     MambaNorm = "mamba/norm.cu",
     MambaScan = "mamba/scan.cu",
@@ -146,6 +147,7 @@ impl Unit {
         let is_for_hopper = matches!(
             self,
             Unit::LinearWide
+                | Unit::LinearWideAdapted
                 | Unit::LinearSkinnyRanges
                 | Unit::AttentionTrainingForwardWide
                 | Unit::AttentionTrainingBackwardWide

@@ -210,7 +210,7 @@ pub(crate) const DEVICE_CASES: [&str; 37] = [
     "gemma4_beside",
     "gemma2_wide",
     "gemma2_mixed",
-    "smollm3_tied",
+    "smollm3_listed",
     "seedoss_biased",
     "ernie45_biased",
     "mixtral_plain",

@@ -7,7 +7,8 @@ use NVFP4::base::ErrorKind;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::cuda::{
     self, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, AdapterFactors, AdapterScratch,
-    AdapterTable, AdapterTiles, Glu, Gpu, Layout,
+    AdapterTable, AdapterTiles, Biased, DeviceBuffer, GemmPlan, Glu, Gpu, Hardware, Input,
+    InputForm, Layout, LinearScratch, Output,
 };
 use NVFP4::engine::{LoadedAdapter, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
@@ -18,8 +19,9 @@ use NVFP4::tensor::WeightType;
 use crate::common::adapters::{Written, merged, modules, two};
 use crate::common::{expect_kind, golden, options, some_tokens};
 use crate::support::{
-    Dense, EXACT, F16, as_f16, as_f64, assert_close, coarseness, generated, gpu, in_layout, normal,
-    poisoned, product, read_f16, read_f32, read_rows, relative_l2, rounded, same_bits, upload,
+    DROPPED, Dense, EXACT, F16, Weight, as_f16, as_f64, assert_close, coarseness, generated, gpu,
+    in_layout, normal, poisoned, product, read_f16, read_f32, read_rows, relative_l2, rounded,
+    same_bits, shapes, sums, upload,
 };
 
 /// A factor pair on the device.
@@ -65,36 +67,45 @@ impl Pair {
     }
 }
 
+/// The number of the first adapted projection.
+const FIRST: usize = 3;
+
+/// The factor pairs of two adapters of these ranks, for projections of these widths with inputs of `k` elements.
+fn two_adapters(gpu: &Arc<Gpu>, k: usize, widths: &[usize], ranks: [usize; 2]) -> Vec<Vec<Pair>> {
+    let types = [WeightType::BF16, WeightType::F32, WeightType::F16];
+    (0..2)
+        .map(|adapter| {
+            let each = widths.iter().enumerate();
+            each.map(|(i, &n)| {
+                let types = [types[(adapter + i) % 3], types[(adapter + 2 * i + 1) % 3]];
+                let seed = 10 * adapter as u64 + 2 * i as u64 + 1;
+                Pair::new(gpu, [ranks[adapter], k, n], types, seed)
+            })
+            .collect()
+        })
+        .collect()
+}
+
+fn tables_of(gpu: &Arc<Gpu>, adapters: &[Vec<Pair>]) -> Vec<AdapterTable> {
+    let of = |pairs: &Vec<Pair>| {
+        let mut all = vec![None; FIRST];
+        all.extend(pairs.iter().map(|pair| Some(pair.factors())));
+        AdapterTable::new(gpu, &all).unwrap()
+    };
+    adapters.iter().map(of).collect()
+}
+
 /// Rows of two adapters and of none, of uneven widths and ranks, in both layouts: added to f32 and f16 outputs, and before a gated unit.
 #[test]
 fn rows_get_the_products_of_their_factors() {
     let Some(gpu) = gpu() else { return };
-    const FIRST: usize = 3;
-    let types = [WeightType::BF16, WeightType::F32, WeightType::F16];
     for (rows, k, widths, ranks) in [
         (1, 2560, &[400usize, 128][..], [16, 16]),
         (70, 1552, &[272, 272], [48, 16]),
         (300, 9728, &[200, 200], [16, 64]),
     ] {
-        let pairs: Vec<Vec<Pair>> = (0..2)
-            .map(|adapter| {
-                let each = widths.iter().enumerate();
-                each.map(|(i, &n)| {
-                    let types = [types[(adapter + i) % 3], types[(adapter + 2 * i + 1) % 3]];
-                    let seed = 10 * adapter as u64 + 2 * i as u64 + 1;
-                    Pair::new(&gpu, [ranks[adapter], k, n], types, seed)
-                })
-                .collect()
-            })
-            .collect();
-        let tables: Vec<AdapterTable> = pairs
-            .iter()
-            .map(|pairs| {
-                let mut all = vec![None; FIRST];
-                all.extend(pairs.iter().map(|pair| Some(pair.factors())));
-                AdapterTable::new(&gpu, &all).unwrap()
-            })
-            .collect();
+        let pairs = two_adapters(&gpu, k, widths, ranks);
+        let tables = tables_of(&gpu, &pairs);
         let adapter_of = |row: usize| [Some(0), None, Some(1)][row % 3];
         let of_rows: Vec<u64> = (0..rows)
             .map(|row| adapter_of(row).map_or(0, |i| tables[i].address()))
@@ -181,6 +192,172 @@ fn rows_get_the_products_of_their_factors() {
             let mut noted = vec![1u32; rows];
             overflow.read(0, &mut noted).unwrap();
             assert_eq!(noted, vec![0; rows], "{what}");
+        }
+    }
+}
+
+/// A product of wide tiles whose rows have one of two adapters, or none.
+struct AdaptedProduct<'a> {
+    gpu: &'a Arc<Gpu>,
+    rows: usize,
+    k: usize,
+    weights: Vec<Weight>,
+    values: Vec<f32>,
+    /// The products of each row with all weights, and those of its adapter, in f64.
+    want: Vec<f64>,
+    tables: Vec<AdapterTable>,
+    of_rows: Vec<Option<usize>>,
+    /// The factors of `tables`.
+    _pairs: Vec<Vec<Pair>>,
+}
+
+impl<'a> AdaptedProduct<'a> {
+    fn new(
+        gpu: &'a Arc<Gpu>,
+        (rows, widths, k): (usize, &[usize], usize),
+        ranks: [usize; 2],
+        of_rows: Vec<Option<usize>>,
+    ) -> AdaptedProduct<'a> {
+        let weights: Vec<Weight> = (0..)
+            .zip(widths)
+            .map(|(i, &n)| Weight::new(gpu, n, k, 40 + i))
+            .collect();
+        let pairs = two_adapters(gpu, k, widths, ranks);
+        let values = normal(77, rows * k);
+        let x = rounded(&values);
+        let want = (0..rows).flat_map(|row| {
+            // The rows that the kernel takes are those divided by 4.
+            let x: Vec<f64> = x[row * k..][..k].iter().map(|v| 4.0 * v).collect();
+            let each = weights.iter().enumerate();
+            each.flat_map(|(i, w)| {
+                let mut y = w.product(&x);
+                if let Some(adapter) = of_rows[row] {
+                    let added = pairs[adapter][i].of(&x, k);
+                    y.iter_mut().zip(added).for_each(|(y, d)| *y += d);
+                }
+                y
+            })
+            .collect::<Vec<f64>>()
+        });
+        AdaptedProduct {
+            want: want.collect(),
+            tables: tables_of(gpu, &pairs),
+            gpu,
+            rows,
+            k,
+            weights,
+            values,
+            of_rows,
+            _pairs: pairs,
+        }
+    }
+
+    fn matrices(&self) -> Vec<Biased<'_>> {
+        self.weights.iter().map(Weight::plain).collect()
+    }
+
+    /// Runs the product twice over copies of `before`.
+    fn run(&self, output: Output, before: &[u8], stride: usize) -> [DeviceBuffer; 2] {
+        let addresses: Vec<u64> = self
+            .of_rows
+            .iter()
+            .map(|of| of.map_or(0, |i| self.tables[i].address()))
+            .collect();
+        let (gpu, rows, k) = (self.gpu, self.rows, self.k);
+        let tiles = AdapterTiles::of(&addresses);
+        let mut scratch = AdapterScratch::new(gpu, rows, k, 64).unwrap();
+        scratch.write(&tiles, tiles.count() + 1).unwrap();
+        let group = AdaptedGroup {
+            scratch: &scratch,
+            tiles: tiles.count() + 1,
+            rank: 64,
+            rows,
+            first: FIRST,
+            k,
+        };
+        let adapters = group.rows(self.weights.len()).unwrap();
+        let hardware = Hardware::of(gpu).unwrap();
+        let (matrices, form) = (self.matrices(), InputForm::Plain(Layout::FragmentMajor));
+        let plan = GemmPlan::choose(&hardware, rows, &shapes(&matrices), output, form).unwrap();
+        let plan = plan
+            .for_adapted_rows(&hardware, adapters.division())
+            .unwrap();
+        let x = upload(
+            gpu,
+            &in_layout(Layout::FragmentMajor, &self.values, rows, k),
+        );
+        let input = Input::FragmentMajor(&x, 4.0);
+        let scratch = LinearScratch::new(gpu, 1, k, 0).unwrap();
+        [(); 2].map(|()| {
+            let out = upload(gpu, before);
+            let to = (&out, stride);
+            plan.enqueue_for_adapted_rows(gpu, input, &matrices, output, to, &scratch, &adapters)
+                .unwrap();
+            out
+        })
+    }
+}
+
+/// Products with W and with factors in one kernel: f32 outputs, added to what is there, and before a gated unit.
+#[test]
+fn products_of_wide_tiles_apply_adapters() {
+    let Some(gpu) = gpu() else { return };
+    if gpu.arch() != (9, 0) {
+        return;
+    }
+    let mixed = |row: usize| [Some(0), None, Some(1)][row % 3];
+    let one = |_: usize| Some(1);
+    let few = |row: usize| (row == 5).then_some(0);
+    for (rows, widths, k, ranks, adapter_of) in [
+        (
+            17,
+            &[200usize, 96, 40][..],
+            784,
+            [16, 16],
+            &mixed as &dyn Fn(usize) -> Option<usize>,
+        ),
+        (33, &[272, 272], 2560, [48, 16], &mixed),
+        (40, &[9728, 9728], 2560, [16, 16], &one),
+        (64, &[2560], 9728, [16, 64], &mixed),
+        (64, &[4096, 1024, 1024], 2560, [16, 16], &few),
+        (64, &[400, 400], 1552, [16, 32], &mixed),
+        (63, &[2560], 4096, [32, 16], &one),
+    ] {
+        let of_rows: Vec<Option<usize>> = (0..rows).map(adapter_of).collect();
+        let product = AdaptedProduct::new(&gpu, (rows, widths, k), ranks, of_rows);
+        let width: usize = widths.iter().sum();
+        let what = format!("{rows} rows of {k}, {widths:?}");
+        let before = normal(78, rows * width);
+        let bytes = |values: &[f32]| {
+            values
+                .iter()
+                .flat_map(|v| v.to_le_bytes())
+                .collect::<Vec<u8>>()
+        };
+        for output in [Output::F32, Output::Add] {
+            let outs = product.run(output, &bytes(&before), width);
+            let [first, second] = outs.map(|out| read_f32(&out, rows * width));
+            let want = match output {
+                Output::Add => sums(&product.want, &before),
+                _ => product.want.clone(),
+            };
+            let bar = EXACT.max(k as f64 * DROPPED);
+            assert_close(&first, &want, bar, &format!("{what}, {output:?}"));
+            assert!(same_bits(&first, &second), "{what}, {output:?}");
+        }
+        if widths.len() != 2 {
+            continue;
+        }
+        let wide = widths[0];
+        let glu = product.want.chunks_exact(width).flat_map(|row| {
+            let pairs = row[..wide].iter().zip(&row[wide..]);
+            pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u / 16.0)
+        });
+        let glu: Vec<f64> = glu.collect();
+        let layout = Layout::FragmentMajor;
+        let poison = vec![0xff; layout.elements(rows, wide) * 2];
+        for out in product.run(layout.glu(Glu::default()), &poison, wide) {
+            assert_close(&read_rows(layout, &out, rows, wide), &glu, F16, &what);
         }
     }
 }

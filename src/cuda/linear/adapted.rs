@@ -1,5 +1,5 @@
-//! GEMMs of a single row that add the products of the row's adapter, and multiply their outputs by the A factors of the projections that take
-//! them.
+//! GEMMs that add the products of their rows' adapters. Those of a single row also multiply their outputs by the A factors of the projections
+//! that take them.
 
 use std::sync::Arc;
 
@@ -7,12 +7,13 @@ use super::choose::{GemmKernels, GemmPlan};
 use super::fused_norm::FusedNorm;
 use super::hardware::Hardware;
 use super::input::Input;
-use super::matrix::Biased;
+use super::matrix::{Biased, MatrixShape};
 use super::output::Output;
 use super::product::output_features;
 use super::skinny::skinny_gemm;
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::adapted_rows::AdapterDivision;
 use crate::cuda::driver::{DeviceBuffer, Gpu};
 use crate::cuda::row_adapter::AdaptedGemm;
 
@@ -33,6 +34,28 @@ impl GemmPlan {
     pub fn adapted_parts(&self) -> Option<usize> {
         let plan = self.skinny_at_once()?;
         plan.adapted.map(|_| plan.ctas())
+    }
+
+    /// This GEMM by a kernel that applies the adapters of its rows, if there is one.
+    pub fn for_adapted_rows(
+        &self,
+        hardware: &Hardware,
+        division: AdapterDivision,
+    ) -> Option<GemmPlan> {
+        let GemmKernels::Tiled(tiling) = &self.kernels else {
+            return None;
+        };
+        let matrices: Vec<MatrixShape> = self.matrices.iter().flatten().copied().collect();
+        let tiling = tiling.for_adapted_rows(hardware, &matrices, division)?;
+        Some(GemmPlan {
+            kernels: GemmKernels::Tiled(tiling),
+            ..*self
+        })
+    }
+
+    /// Whether it is a plan by [`GemmPlan::for_adapted_rows`].
+    pub fn is_for_adapted_rows(&self) -> bool {
+        matches!(&self.kernels, GemmKernels::Tiled(tiling) if tiling.adapted.is_some())
     }
 
     /// Enqueues a GEMM planned by [`GemmPlan::adapted`], as [`GemmPlan::enqueue`], or with `norm` as [`GemmPlan::enqueue_before_norm`].

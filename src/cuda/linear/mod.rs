@@ -21,6 +21,7 @@ mod skinny;
 mod tf32;
 mod tile;
 mod tiled;
+mod tiled_adapted;
 mod tiles;
 
 pub use add::linear_add_norm;
@@ -52,5 +53,6 @@ pub(super) const ARGUMENTS: &[&[(&str, usize)]] = &[
     skinny::ARGUMENTS,
     tf32::ARGUMENTS,
     tiled::ARGUMENTS,
+    tiled_adapted::ARGUMENTS,
     tiles::ARGUMENTS,
 ];

@@ -15,6 +15,7 @@ use super::tf32;
 use super::tiles::TileKernel;
 use crate::base::Result;
 use crate::base::error::{bail, err};
+use crate::cuda::adapted_rows::AdaptedRows;
 use crate::cuda::convert;
 use crate::cuda::driver::{DeviceBuffer, Gpu};
 
@@ -77,6 +78,35 @@ impl GemmPlan {
         stride: usize,
         scratch: &LinearScratch,
     ) -> Result<()> {
+        let to = (out, stride);
+        self.enqueue_for(gpu, input, matrices, output, to, scratch, None)
+    }
+
+    /// As [`GemmPlan::enqueue`], for a plan by [`GemmPlan::for_adapted_rows`]: adds the products of the rows' adapters.
+    pub fn enqueue_for_adapted_rows(
+        &self,
+        gpu: &Arc<Gpu>,
+        input: Input<'_>,
+        matrices: &[Biased<'_>],
+        output: Output,
+        to: (&DeviceBuffer, usize),
+        scratch: &LinearScratch,
+        adapters: &AdaptedRows<'_>,
+    ) -> Result<()> {
+        let adapters = Some(adapters);
+        self.enqueue_for(gpu, input, matrices, output, to, scratch, adapters)
+    }
+
+    fn enqueue_for(
+        &self,
+        gpu: &Arc<Gpu>,
+        input: Input<'_>,
+        matrices: &[Biased<'_>],
+        output: Output,
+        (out, stride): (&DeviceBuffer, usize),
+        scratch: &LinearScratch,
+        adapters: Option<&AdaptedRows<'_>>,
+    ) -> Result<()> {
         self.check(input, matrices, output)?;
         let m = self.m;
         if m == 0 {
@@ -97,7 +127,7 @@ impl GemmPlan {
             ),
             GemmKernels::Tiled(tiling) => {
                 let room = scratch.room();
-                tiling.enqueue(gpu, input, m, matrices, output, out, stride, room)
+                tiling.enqueue(gpu, input, m, matrices, output, out, stride, room, adapters)
             }
             GemmKernels::Parts(parts) => {
                 let Input::Plain(x, factor) = input else {

@@ -7,9 +7,11 @@ use super::input::Input;
 use super::matrix::{Biased, CHUNK_K, MatrixShape, matrix_arguments};
 use super::output::{Layout, Output};
 use super::tile::{Tile, WARPS};
+use super::tiled_adapted::AdaptedTiling;
 use super::tiles::{MOST_SPLIT_K, TileKernel, TileVariant, TiledArguments, Tiles};
 use crate::base::Result;
 use crate::base::error::bail;
+use crate::cuda::adapted_rows::{AdaptedRows, AdapterDivision};
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use crate::cuda::kernel::kernels;
 
@@ -43,6 +45,8 @@ pub(super) struct Tiling {
     split_k: usize,
     /// Adds up the accumulators of CTAs along K that form no cluster.
     sum: Option<Planned<TileVariant>>,
+    /// The launch that takes the place of `gemm` for rows with adapters.
+    pub(super) adapted: Option<AdaptedTiling>,
 }
 
 impl Tiling {
@@ -118,6 +122,28 @@ impl Tiling {
             gemm: tiles.planned([along_features, along_rows, along_k]),
             split_k,
             sum: sums.then(|| sum.of(TileVariant::TiledSum)),
+            adapted: None,
+        })
+    }
+
+    /// These launches by a kernel that applies the adapters of its rows. `None` if there is none.
+    pub(super) fn for_adapted_rows(
+        &self,
+        hardware: &Hardware,
+        matrices: &[MatrixShape],
+        division: AdapterDivision,
+    ) -> Option<Tiling> {
+        let [along_features, along_rows, split_k] = self.gemm.launch.grid.map(|n| n as usize);
+        if along_rows > 1 || hardware.deterministic {
+            return None;
+        }
+        let tiles = self.tiles;
+        let chosen =
+            AdaptedTiling::choose(hardware, tiles, along_features, split_k, matrices, division);
+        chosen.map(|(adapted, split_k)| Tiling {
+            split_k,
+            adapted: Some(adapted),
+            ..*self
         })
     }
 }
@@ -210,7 +236,10 @@ impl fmt::Display for Tiling {
         if let Some(order) = &self.order {
             write!(f, "{order}, ")?;
         }
-        write!(f, "{}", self.gemm)?;
+        match &self.adapted {
+            Some(adapted) => write!(f, "{adapted}")?,
+            None => write!(f, "{}", self.gemm)?,
+        }
         match &self.sum {
             Some(sum) => write!(f, ", {sum}"),
             None => Ok(()),
@@ -230,6 +259,7 @@ impl Tiling {
         out: &DeviceBuffer,
         stride: usize,
         room: &DeviceBuffer,
+        adapters: Option<&AdaptedRows<'_>>,
     ) -> Result<()> {
         let k = matrices[0].0.cols;
         let (Input::Plain(x, factor) | Input::FragmentMajor(x, factor)) = input else {
@@ -277,6 +307,17 @@ impl Tiling {
             out_scale: glu.factor(),
             activation: glu.activation as i32,
         };
+        match (&self.adapted, adapters) {
+            (None, None) => {}
+            (Some(adapted), Some(rows)) if adapted.serves(rows) => {
+                return adapted.enqueue(gpu, arguments, rows, factor);
+            }
+            (_, rows) => bail!(
+                Internal,
+                "a product for {:?}, planned as {self}",
+                rows.map(|rows| rows.division)
+            ),
+        }
         // SAFETY: sizes were checked here and with the plan.
         unsafe {
             self.gemm.run(gpu, &arguments)?;

@@ -120,6 +120,19 @@ impl Adapts {
         }
     }
 
+    /// Whether a part is among them.
+    pub(in crate::model) fn change(self, part: AdaptedPart) -> bool {
+        match part {
+            AdaptedPart::MixerInputs
+            | AdaptedPart::DeltaInputsAndGates
+            | AdaptedPart::DeltaGates
+            | AdaptedPart::HeadGate => self.mixer_inputs,
+            AdaptedPart::MixerOutput => self.mixer_output,
+            AdaptedPart::MlpInputs => self.mlp_inputs,
+            AdaptedPart::MlpOutput => self.mlp_output,
+        }
+    }
+
     fn add(&mut self, part: AdaptedPart) {
         match part {
             AdaptedPart::MixerInputs

@@ -1,15 +1,16 @@
 //! Launches of the kernels that apply adapters in a pass, beside its GEMMs.
 
+use super::lowered::{Lowered, attention_units};
 use super::operands::{biased, matrix};
 use super::pass::FusedPass;
-use super::plan::{self, Norm, Normed};
+use super::plan::{self, Norm, Normed, PlannedKernel, Rows};
 use super::recurrent_scratch::{delta_inputs, mamba_inputs};
 use super::row_adapters::{AdaptedPass, AdapterMemory};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::cuda::{
-    self, AdaptedGateUp, AdaptedGemm, AdaptedGroup, AdaptedOutputs, Biased, FusedNorm, GemmPlan,
-    Input, Layout, Output, RowProjections,
+    self, AdaptedGateUp, AdaptedGemm, AdaptedGroup, AdaptedOutputs, Biased, DeviceBuffer,
+    FusedNorm, GemmPlan, Input, Layout, Output, RowProjections,
 };
 use crate::model::adapter::{self, AdaptedPart};
 use crate::model::order::Half;
@@ -20,6 +21,67 @@ impl<'a> FusedPass<'a> {
         let memory = self.memory.adapters.as_ref();
         let both = self.adapted.zip(memory);
         both.ok_or_else(|| err!(Internal, "a plan with adapters for a pass without them"))
+    }
+
+    /// The kernels of the pass through the blocks of the model: those of rows without adapters, if they can apply adapters themselves.
+    pub(super) fn plan(&self, kind: Rows) -> Result<Vec<PlannedKernel>> {
+        let Lowered {
+            model, hardware, ..
+        } = self.lowered;
+        let (own, rows) = (model.own_blocks(), self.rows);
+        if let Some(adapted) = self.adapted {
+            let steps = match (kind, rows) {
+                (Rows::Step, 1) => self.plan_of_row(adapted.rank)?,
+                _ => {
+                    let which = (adapted.adapts, adapted.division());
+                    plan::adapted::of_rows(model, own.clone(), rows, kind, which, hardware)?
+                }
+            };
+            if let Some(steps) = steps {
+                return Ok(steps);
+            }
+        }
+        plan::plan(model, own, rows, kind, self.adapts(), hardware)
+    }
+
+    /// The plan of a step of one row with an adapter of this rank, if its kernels can apply that themselves.
+    fn plan_of_row(&self, rank: usize) -> Result<Option<Vec<PlannedKernel>>> {
+        if rank > cuda::ROW_RANK {
+            return Ok(None);
+        }
+        let (source, kv) = (self.source, self.source.kv.kind());
+        let heads = |index: usize| {
+            let attention = source.spec.blocks[index].attention()?;
+            let [unit, ..] = attention_units(source.spec, attention, kv);
+            cuda::has_adapted_decode(unit).then_some(attention.heads)
+        };
+        let Lowered {
+            model, hardware, ..
+        } = self.lowered;
+        plan::adapted::of_row(model, model.own_blocks(), heads, hardware)
+    }
+
+    /// The GEMM of a part. It adds the products of the rows' adapters if it was planned for that.
+    pub(super) fn linear_of(
+        &self,
+        (index, part): (usize, AdaptedPart),
+        gemm: &GemmPlan,
+        input: Input<'_>,
+        matrices: &[Biased<'_>],
+        output: Output,
+        (out, stride): (&DeviceBuffer, usize),
+    ) -> Result<()> {
+        if !gemm.is_for_adapted_rows() {
+            return self.linear(gemm, input, matrices, output, out, stride);
+        }
+        let (group, _) = self.group(index, part)?;
+        let (gpu, scratch, rows) = (
+            &self.lowered.gpu,
+            &self.memory.linear,
+            group.rows(matrices.len())?,
+        );
+        let to = (out, stride);
+        gemm.enqueue_for_adapted_rows(gpu, input, matrices, output, to, scratch, &rows)
     }
 
     /// The group of a part, and the output features of its projections.

@@ -122,7 +122,10 @@ impl<'a> FusedPass<'a> {
                         let (gpu, to) = (&lowered.gpu, (out, width));
                         gemm.enqueue_adapted(gpu, input, &matrices, output, to, None, &adapter)
                     }
-                    None => self.linear(gemm, input, &matrices, output, out, width),
+                    None => {
+                        let part = (index, AdaptedPart::MixerInputs);
+                        self.linear_of(part, gemm, input, &matrices, output, (out, width))
+                    }
                 }
             }
             Kernel::DecodeAdapted => self.decode_adapted(index),
@@ -177,7 +180,8 @@ impl<'a> FusedPass<'a> {
                                 gpu, input, &matrices, output, to, None, &adapter,
                             );
                         }
-                        self.linear(gemm, input, &matrices, output, out, wide)
+                        let part = (index, AdaptedPart::MlpInputs);
+                        self.linear_of(part, gemm, input, &matrices, output, (out, wide))
                     }
                     false => {
                         let out = &memory.projected;
@@ -517,7 +521,8 @@ impl<'a> FusedPass<'a> {
             Then::Store => (Output::F32, &memory.projected),
             Then::StoreRow => (Output::F32, &memory.half),
         };
-        self.linear(gemm, input, &[matrix], output, out, hidden)
+        let part = (index, plan::output_of(half));
+        self.linear_of(part, gemm, input, &[matrix], output, (out, hidden))
     }
 
     fn post_norm(

@@ -648,22 +648,9 @@ impl Planner<'_> {
         Ok(to)
     }
 
-    /// Whether adapters change a part.
-    fn is_adapted(&self, part: AdaptedPart) -> bool {
-        match part {
-            AdaptedPart::MixerInputs
-            | AdaptedPart::DeltaInputsAndGates
-            | AdaptedPart::DeltaGates
-            | AdaptedPart::HeadGate => self.adapts.mixer_inputs,
-            AdaptedPart::MixerOutput => self.adapts.mixer_output,
-            AdaptedPart::MlpInputs => self.adapts.mlp_inputs,
-            AdaptedPart::MlpOutput => self.adapts.mlp_output,
-        }
-    }
-
     /// Adds what adapters change in a part, after its GEMM with the input in `layout`, to outputs outside of the residual stream.
     fn adapt(&mut self, block: usize, part: AdaptedPart, layout: Layout) {
-        if self.is_adapted(part) {
+        if self.adapts.change(part) {
             self.push(block, Kernel::Shrink { part, layout });
             self.push(block, Kernel::Expand { part, added: false });
         }
@@ -702,7 +689,7 @@ impl Planner<'_> {
         };
         self.push(block, kernel);
         let part = output_of(half);
-        if self.is_adapted(part) {
+        if self.adapts.change(part) {
             let added = then == Then::Add;
             self.push(block, Kernel::Shrink { part, layout });
             let norm = self.next_norm(block, Part::Half(half));
@@ -739,7 +726,7 @@ impl Planner<'_> {
             Then::Store
         } else if self.has_logits()
             && self.has_factors
-            && !self.is_adapted(output_of(half))
+            && !self.adapts.change(output_of(half))
             && self.fuses_norm(matrix, layout, next)
         {
             self.known = Some((next, Applied::Epilogue));

@@ -153,14 +153,7 @@ impl Executor {
         let watched = call::with(|call| call.is_watched());
         let (lowered, rows) = (&self.lowered, pass.rows);
         let blocks = lowered.model.own_blocks().len();
-        let steps = plan::plan(
-            &lowered.model,
-            0..blocks,
-            rows,
-            Rows::Ragged,
-            pass.adapts(),
-            &lowered.hardware,
-        )?;
+        let steps = pass.plan(Rows::Ragged)?;
         let mut enqueued = VecDeque::new();
         for of_block in steps.chunk_by(|a, b| a.block == b.block) {
             let index = of_block[0].block;

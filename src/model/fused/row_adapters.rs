@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::sizes::Sizes;
 use crate::base::Result;
 use crate::base::memory::Tag;
-use crate::cuda::{self, AdapterScratch, AdapterTiles, DeviceBuffer, Gpu};
+use crate::cuda::{self, AdapterDivision, AdapterScratch, AdapterTiles, DeviceBuffer, Gpu};
 use crate::model::adapter::{Adapter, Adapts};
 
 /// The properties of a pass with adapters that its launches depend on.
@@ -16,6 +16,15 @@ pub(super) struct AdaptedPass {
     pub(super) tiles: usize,
     /// The largest rank, rounded up so that a recording serves others.
     pub(super) rank: usize,
+}
+
+impl AdaptedPass {
+    pub(super) fn division(self) -> AdapterDivision {
+        AdapterDivision {
+            tiles: self.tiles,
+            rank: self.rank,
+        }
+    }
 }
 
 /// The rows of a pass by adapter.

@@ -8,10 +8,10 @@ use super::graphs::{GraphKey, GraphKind, Selection, bucket};
 use super::lowered::{Lowered, Source, attention_units};
 use super::memory::Memory;
 use super::pass::{Attention, FusedPass, Through};
+use super::plan::Rows;
 use super::plan::drafter::Followed;
-use super::plan::{self, PlannedKernel, Rows};
 use super::ragged::token_of;
-use super::row_adapters::{AdaptedPass, RowAdapters};
+use super::row_adapters::RowAdapters;
 use super::state::{AheadStep, Begin, DeviceState, RowState, StepInput};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -383,43 +383,8 @@ impl Executor {
 
     /// Enqueues the model's blocks and the logits of all rows.
     pub(super) fn enqueue_blocks_of(&self, pass: &FusedPass<'_>, rows: Rows) -> Result<()> {
-        let Lowered {
-            model, hardware, ..
-        } = &*self.lowered;
-        let of_row = match rows {
-            Rows::Step => self.plan_of_adapted_row(pass)?,
-            Rows::Ragged | Rows::Verification => None,
-        };
-        let steps = match of_row {
-            Some(steps) => steps,
-            None => plan::plan(
-                model,
-                model.own_blocks(),
-                pass.rows,
-                rows,
-                pass.adapts(),
-                hardware,
-            )?,
-        };
+        let steps = pass.plan(rows)?;
         steps.iter().try_for_each(|step| pass.enqueue(step))
-    }
-
-    /// The plan of a step of one row with an adapter, if its kernels can apply that themselves.
-    fn plan_of_adapted_row(&self, pass: &FusedPass<'_>) -> Result<Option<Vec<PlannedKernel>>> {
-        let fits = |adapted: AdaptedPass| pass.rows == 1 && adapted.rank <= cuda::ROW_RANK;
-        if !pass.adapted.is_some_and(fits) {
-            return Ok(None);
-        }
-        let (source, kv) = (pass.source, pass.source.kv.kind());
-        let heads = |index: usize| {
-            let attention = source.spec.blocks[index].attention()?;
-            let [unit, ..] = attention_units(source.spec, attention, kv);
-            cuda::has_adapted_decode(unit).then_some(attention.heads)
-        };
-        let Lowered {
-            model, hardware, ..
-        } = &*self.lowered;
-        plan::adapted::of_row(model, model.own_blocks(), heads, hardware)
     }
 
     /// Enqueues the end of a recorded pass: the choice of a token for each row, if its key has one.

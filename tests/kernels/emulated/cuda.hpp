@@ -215,14 +215,15 @@ struct Cluster {
 
 inline void __syncthreads() { Cluster::wait(Cluster::current->barriers[Cluster::rank], Cluster::current->threads); }
 
-// Runs all blocks of a grid in random order, so that the last to arrive is not always the last of the grid. `cluster` is the number of blocks
-// of a cluster, along z.
-inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel, unsigned cluster = 1) {
+// Runs all blocks of a grid in random order, so that the last to arrive is not always the last of the grid; but those with an x below `first`,
+// for which others may wait, before others. `cluster` is the number of blocks of a cluster, along z.
+inline void launch(unsigned x, unsigned y, unsigned z, int threads, const std::function<void()>& kernel, unsigned cluster = 1, unsigned first = 0) {
     gridDim = {x, y, z};
     blockDim = {(unsigned)threads, 1, 1};
     std::vector<unsigned> order(x * y * z / cluster);
     for (unsigned i = 0; i < order.size(); i++) order[i] = i;
     std::shuffle(order.begin(), order.end(), noise);
+    std::stable_partition(order.begin(), order.end(), [&](unsigned i) { return i % x < first; });
     for (unsigned i : order) {
         blockIdx = {i % x, i / x % y, i / x / y * cluster};
         // Uninitialized memory reads as NaN.

@@ -15,7 +15,7 @@
 #include "norm/fused_norm.cuh"
 
 namespace adapter {
-#include "adapter/factors.cuh"
+#include "adapter/shrink.cuh"
 }
 namespace pack {
 #include "linear/pack.cu"
@@ -51,9 +51,12 @@ extern char shared[] asm("shared");
 }
 #if HAS_WGMMA
 namespace wide {
+using namespace adapter;
 using namespace tile;
 extern char shared[] asm("shared");
 #include "linear/wide.cu"
+#undef KERNEL
+#include "linear/wide_adapted.cu"
 #undef KERNEL
 }
 #endif
@@ -713,6 +716,84 @@ static void check_adapted(int k, int width, double factor, Output output, Launch
     }
 }
 
+#if HAS_WGMMA
+// Rows of wide tiles by adapter: that of row r is of_row(r), or -1. Each adapter has the ranks of `ranks`, one for each matrix.
+static void check_adapted_rows(int columns, int m, std::initializer_list<int> outputs, int k, int split_k, Output output,
+                               std::vector<std::vector<int>> ranks, const std::function<int(int)>& of_row) {
+    const int FIRST = 1;
+    const float FACTOR = 4;
+    char what[128];
+    snprintf(what, sizeof what, "%d adapters of %d rows, K = %d, %d splits, output %d", (int)ranks.size(), m, k, split_k, output);
+    Set set(outputs, k);
+    Activations x(m, k);
+    int matrices = set.weights.size(), features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, most = 0, tiles = 0;
+    std::vector<Adapter> adapters(ranks.size());
+    for (size_t i = 0; i < ranks.size(); i++) {
+        // The types of factors differ between adapters.
+        for (size_t j = 0; j < FIRST + 3 * ranks.size(); j++) adapters[i].add(0, k, 8);
+        for (int p = 0; p < matrices; p++) adapters[i].table[FIRST + p] = {};
+        for (int p = 0; p < matrices; p++) {
+            int rank = ranks[i][p], type = (i + p) % 3;
+            adapters[i].a[FIRST + p] = std::make_unique<Factor>((size_t)rank * k, type);
+            adapters[i].b[FIRST + p] = std::make_unique<Factor>((size_t)rank * set.weights[p]->rows, (type + 1 + i) % 3);
+            adapters[i].table[FIRST + p] = {adapters[i].a[FIRST + p]->words.data(), adapters[i].b[FIRST + p]->words.data(), 0.25f, rank, type, (int)(type + 1 + i) % 3};
+            most = std::max(most, rank);
+        }
+    }
+    int largest = 16;
+    while (largest < most) largest *= 2;
+    // The last tile is unused, as a recorded pass has them.
+    std::vector<adapter::RowTile> of_rows;
+    for (int which = -1; which < (int)adapters.size(); which++) {
+        int count = adapter::TILE_ROWS;
+        for (int row = 0; row < m; row++) {
+            if (of_row(row) != which) continue;
+            if (count == adapter::TILE_ROWS) of_rows.push_back({which < 0 ? nullptr : adapters[which].table.data(), 0, {}, 0}), count = 0;
+            of_rows.back().row[count++] = row, of_rows.back().rows = count;
+        }
+    }
+    of_rows.push_back({});
+    Memory fragment_major(fragment_major_bytes(m, k)), low((size_t)matrices * m * wide::PARTS * largest * 4);
+    to_fragment_major(x.halves, m, k, fragment_major);
+    u32 counter = 0;
+    wide::AdaptedArguments a = {};
+    set.fill(a.product.matrix, true);
+    a.product.x = (const u16*)fragment_major.data(), a.product.matrices = matrices, a.product.m = m, a.product.k = k, a.product.out_stride = stride;
+    a.product.output = output == GLU_FRAGMENT_MAJOR ? (int)tile::STORE_FRAGMENT_MAJOR : output;
+    a.product.split_k = split_k, a.product.out_scale = 1 / 16.0f, a.product.activation = next_activation();
+    a.rows = {of_rows.data(), (float*)low.data(), &counter, (int)of_rows.size(), 0, largest, FIRST, FACTOR};
+    a.rows.blocks = ceil_div(a.rows.tasks(a.product), split_k);
+    for (int n : outputs) tiles += ceil_div(n, wide::FEATURES);
+    if (is_glu(output)) tiles = ceil_div(2 * padded_k(features), wide::FEATURES);
+    // Twice, because the counter must be what it was.
+    for (int turn = 0; turn < 2; turn++) {
+        for (size_t i = 0; i < low.bytes / 4; i++) ((float*)low.data())[i] = NAN;
+        Memory out = before(m, stride, features, output), fragment_major_out(fragment_major_bytes(m, features));
+        std::vector<double> old;
+        for (int i = 0; i < m * stride; i++) old.push_back(output == ADD ? ((float*)out.data())[i] : 0);
+        a.product.out = (output == GLU_FRAGMENT_MAJOR ? fragment_major_out : out).data();
+        launch(a.rows.blocks + tiles, 1, split_k, wide::THREADS<wide::RowAdapters<32, false>>, [&] {
+            if (columns == 32) return is_glu(output) ? wide::linear_wide_adapted_glu_32(a) : wide::linear_wide_adapted_32(a);
+            is_glu(output) ? wide::linear_wide_adapted_glu_64(a) : wide::linear_wide_adapted_64(a);
+        }, split_k, a.rows.blocks);
+        low.check(what);
+        if (counter != 0) wrong(what, turn, 0, counter, 0);
+        if (output == GLU_FRAGMENT_MAJOR) to_row_major(what, fragment_major_out, m, features, out);
+        auto with_adapter = [&](int i, int feature) {
+            const double* row = &x.values[(size_t)i * k];
+            int index = 0, line = feature;
+            while (line >= set.weights[index]->rows) line -= set.weights[index++]->rows;
+            double added = of_row(i) < 0 ? 0 : FACTOR * adapters[of_row(i)].product(FIRST + index, line, row, k);
+            return set.product(feature, row, true) + added;
+        };
+        compare(what, out, m, features, stride, output, 2e-5, [&](int i, int j) {
+            double gate = with_adapter(i, j);
+            return old[i * stride + j] + (is_glu(output) ? set.unit(gate, with_adapter(i, features + j)) : gate);
+        });
+    }
+}
+#endif
+
 // A product of the row that every block computes: skinny::ResidualRow.
 static void check_residual(void (*kernel)(skinny::Arguments), int k, Output output, Launched by) {
     char what[128];
@@ -786,7 +867,7 @@ static void check_ranges(const char* name, void (*kernel)(skinny::Arguments), in
     w.out_scale = a.out_scale, w.activation = a.activation;
     for (int n : rows) tiles += ceil_div(n, wide::FEATURES);
     if (is_glu(output)) tiles = ceil_div(2 * (in_fragments ? padded_k(features) : features), wide::FEATURES);
-    launch(tiles, 1, ranges, wide::THREADS, [&] {
+    launch(tiles, 1, ranges, wide::THREADS<wide::NoAdapters>, [&] {
         if (is_glu(output)) return wide::linear_wide_glu_16(w);
         wide::linear_wide_16(w);
     }, ranges);
@@ -831,7 +912,7 @@ int main() {
     auto w32 = [](tile::Arguments a) { wide::linear_wide_32(a); };
     auto w64 = [](tile::Arguments a) { wide::linear_wide_64(a); };
     auto w128 = [](tile::Arguments a) { wide::linear_wide_128(a); };
-    auto wide_by = [](int columns) { return Tiling{"wide", columns, wide::FEATURES, wide::THREADS, true}; };
+    auto wide_by = [](int columns) { return Tiling{"wide", columns, wide::FEATURES, wide::THREADS<wide::NoAdapters>, true}; };
     check_tiles(wide_by(8), w8, 3, {200, 8}, 784, 1, ADD);
     check_tiles(wide_by(16), w16, 16, {72}, 1040, 2, F32);
     check_tiles(wide_by(32), w32, 21, {193, 40, 9}, 272, 1, F16);
@@ -845,6 +926,12 @@ int main() {
     check_tiles(wide_by(64), ws64, 40, {208, 208}, 784, 1, GLU_FRAGMENT_MAJOR);
     check_tiles(wide_by(8), ws8, 8, {112, 112}, 1024, 3, GLU_FRAGMENT_MAJOR);
     check_tiles(wide_by(8), ws8, 11, {90, 90}, 272, 1, GLU_FRAGMENT_MAJOR);
+    auto mixed = [](int row) { return row % 3 - 1; };
+    check_adapted_rows(32, 17, {200, 24}, 272, 1, F32, {{16, 48}, {32, 16}}, mixed);
+    check_adapted_rows(32, 24, {48, 48}, 400, 1, GLU_FRAGMENT_MAJOR, {{16, 48}, {32, 0}}, mixed);
+    check_adapted_rows(64, 40, {72}, 1040, 3, ADD, {{16}}, [](int) { return 0; });
+    check_adapted_rows(64, 33, {90, 90}, 64, 1, GLU_FRAGMENT_MAJOR, {{16, 16}}, [](int row) { return row == 5 ? 0 : -1; });
+    check_adapted_rows(64, 64, {40}, 784, 2, F32, {{64}, {16}, {32}}, [](int row) { return row / 8 % 3; });
 #endif
 
     auto f4 = [](skinny::Arguments a) { skinny::skinny_f32_4(a); };

@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use gemma4::{GEMMA4_26B_A4B, GEMMA4_31B, GEMMA4_E2B};
 
 use super::*;
-use crate::cuda::WideClusters;
+use crate::cuda::{AdapterDivision, WideClusters};
 use crate::model::order::{BlockOp, operations};
 use crate::model::spec::{
     AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec,
@@ -579,6 +579,18 @@ fn of_adapters() -> String {
         let completed: Vec<_> = completed.collect();
         assert_eq!(completed, expected(&specs), "{name}, an adapted row");
         writeln!(table, "{name}, a step of 1 with an adapter").unwrap();
+        table.push_str(&printed(&steps));
+    }
+    let division = AdapterDivision { tiles: 4, rank: 16 };
+    for (name, (model, specs), hardware) in models() {
+        let own = model.own_blocks();
+        let which = (ALL_PARTS, division);
+        let steps = adapted::of_rows(&model, own, 64, Rows::Step, which, hardware).unwrap();
+        let Some(steps) = steps else { continue };
+        let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
+        let completed: Vec<_> = completed.collect();
+        assert_eq!(completed, expected(&specs), "{name}, adapted rows");
+        writeln!(table, "{name}, a step of 64 whose GEMMs apply adapters").unwrap();
         table.push_str(&printed(&steps));
     }
     table

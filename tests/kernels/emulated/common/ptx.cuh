@@ -196,9 +196,10 @@ inline u32 __reduce_max_sync(u32, u32 x) {
 }
 inline u32 __reduce_min_sync(u32 mask, u32 x) { return ~__reduce_max_sync(mask, ~x); }
 // The lanes in `mask` with the same value; all of these take part.
-inline u32 __match_any_sync(u32 mask, u32 x) {
+template <typename T>
+u32 __match_any_sync(u32 mask, T x) {
     struct Warp {
-        u32 values[WARP];
+        T values[WARP];
         int arrived = 0;
         uint64_t steps = 0;
     };
@@ -301,6 +302,9 @@ inline u32 atomic_add_release_acquire(u32* p, u32 value) {
     *p += value;
     return before;
 }
+
+inline u32 load_acquire(const u32* p) { return *p; }
+inline void count_release(u32* p, u32 last) { *p = *p >= last ? 0 : *p + 1; }
 
 struct Multiply {
     float c[4];
