@@ -122,7 +122,8 @@ struct NoAdapters {
 template <class Adapters>
 constexpr int THREADS = (WARPS + 1 + Adapters::WARPS) * WARP;
 
-// IS_GLU: the 16 features of a warp are eight of gate and the same eight of up. IS_WHOLE: a block takes all ranges of K, at least two.
+// IS_GLU: the 16 features of a warp are eight of gate and the same eight of up. IS_WHOLE: a block takes all ranges of K, at least two. Adapters
+// add the products of the rows' adapters to accumulators.
 template <int COLUMNS, bool IS_GLU, bool IS_WHOLE, class Adapters>
 __device__ __forceinline__ void run(const Arguments& a, const typename Adapters::Rows& rows) {
     constexpr int TILES = COLUMNS / 8;

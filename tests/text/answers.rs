@@ -7,7 +7,7 @@ use super::{json, published, published_template, with_fixed_date};
 
 /// Templates of models that run here, each with the text that it writes after an answer, and whether it writes the reasoning before a call,
 /// and before other answers.
-const TEMPLATES: [(&str, &str, bool, bool); 14] = [
+const TEMPLATES: [(&str, &str, bool, bool); 13] = [
     ("Qwen3.5-4B", "<|im_end|>", true, true),
     ("qwen3", "<|im_end|>", true, true),
     ("Qwen3-Coder", "<|im_end|>", false, false),
@@ -30,12 +30,11 @@ const TEMPLATES: [(&str, &str, bool, bool); 14] = [
     (
         "mistralai-Ministral-3-14B-Reasoning-2512",
         "</s>",
-        true,
-        true,
+        false,
+        false,
     ),
     ("ByteDance-Seed-OSS", "<seed:eos>", true, true),
     ("MiniMax-M2", "[e~[", true, true),
-    ("HuggingFaceTB-SmolLM3-3B", "<|im_end|>", true, true),
     ("GLM-4.6", "", true, true),
 ];
 

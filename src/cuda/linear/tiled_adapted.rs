@@ -76,6 +76,7 @@ impl AdaptedTiling {
         let shared = launch.shared as usize + memory;
         let launch = Launch {
             shared: shared as u32,
+            // One more warp serves adapters.
             block: [launch.block[0] + 32, 1, 1],
             ..launch
         };
