@@ -280,12 +280,22 @@ class Command(unittest.TestCase):
                                         "--stop", "x", "--top-k", "4", "--kv", "float32", "--context", "500", typed=b"Hi")
         self.assertEqual((code, said), (0, ""))
         self.assertTrue(out.strip() and thinker.ANSWER.startswith(out.strip()), out)
+        # Each of these changes or keeps what is drawn by one seed; the library says which it does not take.
+        sampled = ["--think", "off", "--seed", "1", "--max-tokens", "8", "--temperature", "1", "--top-k", "0", "--top-p", "1"]
+        code, out, said = self.run_with("chat", self.model, *sampled, "--top-n-sigma", "0.01", "--min-tokens", "2", "--typical-p", "1",
+                                        "--xtc-probability", "0", "--xtc-threshold", "0.2", "--no-repeat-ngram-size", "0", "--dry-multiplier", "0.5",
+                                        "--dry-base", "2", "--dry-allowed-length", "100", "--dry-window", "9", "--dry-sequence-breaker", "none",
+                                        "--kv", "float16", typed=b"Hi")
+        self.assertEqual((code, said), (0, ""))
+        self.assertTrue(out.strip() and thinker.ANSWER.startswith(out.strip()), out)
 
     def test_failures(self):
         """One line each, without a traceback; what was asked before is answered."""
         for arguments, typed, wanted, before in (
                 (["/nowhere"], b"", "^nvfp4: .*/nowhere", ""), ([self.model, "--device", "tpu"], b"", "^nvfp4: device is 'tpu'; it can be cpu, ", ""),
                 ([self.model, "--temperature", "-1"], b"Hi\n", "^nvfp4: .*temperature", ""),
+                ([self.model, "--min-tokens", "9", "--max-tokens", "8"], b"Hi\n", "^nvfp4: .*min_tokens", ""),
+                ([self.model, "--typical-p", "2"], b"Hi\n", "^nvfp4: .*typical_p", ""), ([self.model, "--dry-base", "0.5"], b"Hi\n", "^nvfp4: .*dry_base", ""),
                 ([self.model, "--think", "off"], b"Hi\n/nothing\nHi\n", "^nvfp4: there is no command /nothing; ", thinker.ANSWER + "\n"),
                 ([self.model, "--think", "off"], b"Hi\n\xff\n", "^nvfp4: .*utf-8", thinker.ANSWER + "\n")):
             code, out, said = self.run_with("chat", *arguments, typed=typed)

@@ -181,7 +181,11 @@ def _chat(arguments: argparse.Namespace) -> int:
     if "think" in given:
         turns["think"] = given["think"] == "on"
     chat = model.chat(**take("system", "context", "kv_type"), **turns)
-    generation = take("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens", "stop", "ignore_model_stops")
+    generation = take("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "repetition_penalty",
+                      "no_repeat_ngram_size", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_window", "seed", "min_tokens", "max_tokens",
+                      "stop", "ignore_model_stops")
+    if "dry_sequence_breakers" in given:
+        generation["dry_sequence_breakers"] = [text for text in given["dry_sequence_breakers"] if text != "none"]
     if sys.stderr.isatty():
         print(f"model: {arguments.model}, on {model.info['device']}", file=sys.stderr)
     if sys.stdin.isatty():
@@ -222,18 +226,34 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=_count, help="CPU threads; one for each core unless given")
     add("--activations", choices=("exact", "int8"), help="the type of activations in products with NVFP4 weights")
     add("--quantize", choices=("amax", "four_over_six", "sweep"), help="makes dense weights NVFP4 while loading")
-    add("--kv", dest="kv_type", choices=("float16", "float32"), help="the type of the KV cache")
+    add("--kv", dest="kv_type", choices=("float16", "float32", "float8"), help="the type of the KV cache")
     add("--context", type=_count, help="the context length in tokens; the model's own unless given")
     add("--system", help="the system prompt")
     add("--think", choices=("on", "off"), help="whether the model reasons before it answers, if its template allows the choice")
     add("--think-budget", dest="reasoning_budget", type=_count, metavar="N", help="the most tokens of reasoning; then the answer follows")
     add("--keep-reasoning", action="store_true", help="keep the reasoning of earlier answers: turns start sooner, the context fills sooner")
+    add("--min-tokens", type=_count, metavar="N", help="do not end the answer before this many tokens")
     add("--max-tokens", type=_count, metavar="N", help="stop after this many tokens; without it an answer may fill the context")
     add("--temperature", "--temp", type=float, help="randomness; 0 is greedy. Without this and the four below, as the model recommends")
     add("--top-k", type=_count, metavar="N", help="sample from this many of the most probable tokens; 0 means all")
     add("--top-p", type=float, metavar="P", help="sample from the fewest tokens that together have this probability; 0 is greedy")
     add("--min-p", type=float, metavar="P", help="leave out tokens less probable than this fraction of the most probable one")
+    add("--top-n-sigma", type=float, metavar="X",
+        help="leave out tokens whose logit is more than this many standard deviations below the largest; 0 means off")
+    add("--typical-p", type=float, metavar="P", help="sample from the most typical tokens that together have this probability; 1 means all")
+    add("--xtc-probability", type=float, metavar="P",
+        help="probability with which a token is chosen without the most probable ones (XTC); 0 means off")
+    add("--xtc-threshold", type=float, metavar="P",
+        help="XTC leaves out the tokens with at least this probability, but for the least probable of them")
     add("--repetition-penalty", type=float, metavar="X", help="above 1, tokens that have occurred already become less probable")
+    add("--no-repeat-ngram-size", type=_count, metavar="N", help="never repeat this many tokens in a row, those of the prompt included; 0 means off")
+    add("--dry-multiplier", type=float, metavar="X",
+        help="strength of the DRY penalty on tokens that would extend a repetition, such as 0.8; 0 means off")
+    add("--dry-base", type=float, metavar="X", help="growth of the DRY penalty with each token of the repetition")
+    add("--dry-allowed-length", type=_count, metavar="N", help="length in tokens of the shortest repetition with a DRY penalty")
+    add("--dry-window", type=_count, metavar="N", help="tokens at the end in which DRY finds repetitions; 0 means all")
+    add("--dry-sequence-breaker", dest="dry_sequence_breakers", action="append", metavar="TEXT",
+        help="a text that no repetition contains for DRY; may be given several times, and 'none' means none")
     add("--seed", type=_count, help="the same seed gives the same answer; without it each answer has a new one")
     add("--stop", action="append", metavar="TEXT", help="stop before this text, which may name special tokens; may be given several times")
     add("--ignore-stops", dest="ignore_model_stops", action="store_true", help="go on past the model's stop tokens")
