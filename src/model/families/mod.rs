@@ -159,12 +159,14 @@ fn family(keys: &Keys<'_>) -> Result<&'static Family> {
         );
     }
     let of_type = |f: &&Family| plain.is_some_and(|name| f.model_type == within::family_of(name));
-    let of_class = |f: &&Family| Some(f.class) == class;
-    // Early copies of MiniMax-M2 have another type.
+    let missing = MISSING.iter().find(|(name, _)| Some(*name) == plain);
+    // Early copies of MiniMax-M2 have the type of MiniMax-01.
+    let is_by_class = plain.is_none() || missing.is_some();
+    let of_class = |f: &&Family| is_by_class && Some(f.class) == class;
     if let Some(found) = (FAMILIES.iter().find(of_type)).or(FAMILIES.iter().find(of_class)) {
         return Ok(found);
     }
-    if let Some((name, what)) = MISSING.iter().find(|(name, _)| Some(*name) == plain) {
+    if let Some((name, what)) = missing {
         let types = keys.texts("layer_types")?;
         let has_mamba = types.is_none_or(|types| types.contains(&"mamba"));
         let what = match *what {

@@ -926,12 +926,6 @@ int main() {
     check_tiles(wide_by(64), ws64, 40, {208, 208}, 784, 1, GLU_FRAGMENT_MAJOR);
     check_tiles(wide_by(8), ws8, 8, {112, 112}, 1024, 3, GLU_FRAGMENT_MAJOR);
     check_tiles(wide_by(8), ws8, 11, {90, 90}, 272, 1, GLU_FRAGMENT_MAJOR);
-    auto mixed = [](int row) { return row % 3 - 1; };
-    check_adapted_rows(32, 17, {200, 24}, 272, 1, F32, {{16, 48}, {32, 16}}, mixed);
-    check_adapted_rows(32, 24, {48, 48}, 400, 1, GLU_FRAGMENT_MAJOR, {{16, 48}, {32, 0}}, mixed);
-    check_adapted_rows(64, 40, {72}, 1040, 3, ADD, {{16}}, [](int) { return 0; });
-    check_adapted_rows(64, 33, {90, 90}, 64, 1, GLU_FRAGMENT_MAJOR, {{16, 16}}, [](int row) { return row == 5 ? 0 : -1; });
-    check_adapted_rows(64, 64, {40}, 784, 2, F32, {{64}, {16}, {32}}, [](int row) { return row / 8 % 3; });
 #endif
 
     auto f4 = [](skinny::Arguments a) { skinny::skinny_f32_4(a); };
@@ -1037,6 +1031,14 @@ int main() {
     check_int8_products(70, 140, 592, 3);
     check_f32_products(64, 130, 592, 3);
     check_f32_products(70, 20, 2064, 8);
+#endif
+#if HAS_WGMMA
+    auto mixed = [](int row) { return row % 3 - 1; };
+    check_adapted_rows(32, 17, {200, 24}, 272, 1, F32, {{16, 48}, {32, 16}}, mixed);
+    check_adapted_rows(32, 24, {48, 48}, 400, 1, GLU_FRAGMENT_MAJOR, {{16, 48}, {32, 0}}, mixed);
+    check_adapted_rows(64, 40, {72}, 1040, 3, ADD, {{16}}, [](int) { return 0; });
+    check_adapted_rows(64, 33, {90, 90}, 64, 1, GLU_FRAGMENT_MAJOR, {{16, 16}}, [](int row) { return row == 5 ? 0 : -1; });
+    check_adapted_rows(64, 64, {40}, 784, 2, F32, {{64}, {16}, {32}}, [](int row) { return row / 8 % 3; });
 #endif
     puts("ok");
 }
