@@ -1,8 +1,10 @@
 //! Calls of GLM-4.5 and later: `<tool_call>NAME`, then a pair of tags for each argument. Later versions leave out the newlines between them.
 
-use serde_json::{Map, Value};
+use serde_json::Map;
 
-use super::section::{HEADER, Scan, SectionStep, ToolCallForm, Written, between, written};
+use super::section::{
+    HEADER, Scan, SectionStep, ToolCallForm, Written, argument, between, written,
+};
 
 const KEY: [&str; 2] = ["<arg_key>", "</arg_key>"];
 const VALUE: [&str; 2] = ["<arg_value>", "</arg_value>"];
@@ -66,17 +68,8 @@ fn function(body: &str) -> Option<Written> {
         let (key, after) = rest.strip_prefix(KEY[0])?.split_once(KEY[1])?;
         let after = after.trim_start().strip_prefix(VALUE[0])?;
         let (text, after) = after.split_once(VALUE[1])?;
-        arguments.insert(key.trim().to_owned(), value(text));
+        arguments.insert(key.trim().to_owned(), argument(text));
         rest = after;
-    }
-}
-
-/// The value of an argument. Strings are written without quotes and everything else as JSON on one line.
-fn value(text: &str) -> Value {
-    match serde_json::from_str(text) {
-        Ok(Value::String(_)) | Err(_) => Value::from(text),
-        Ok(_) if text.contains('\n') => Value::from(text),
-        Ok(value) => value,
     }
 }
 

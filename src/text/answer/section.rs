@@ -261,6 +261,17 @@ pub(super) fn call_of(value: Value) -> Option<Written> {
     written(&name, arguments_of(arguments)?)
 }
 
+/// The value of an argument between tags. Strings are written without quotes and everything else as JSON, so the text alone does not
+/// distinguish "1" from 1. Valid JSON is parsed as such, except for strings; objects and lists only on a single line, as templates write them:
+/// over several lines they are far more often the content of a file.
+pub(super) fn argument(text: &str) -> Value {
+    match serde_json::from_str(text) {
+        Ok(Value::String(_)) | Err(_) => Value::from(text),
+        Ok(_) if text.contains('\n') => Value::from(text),
+        Ok(value) => value,
+    }
+}
+
 /// A call of `name`, if that is a valid name.
 pub(super) fn written(name: &str, arguments: Map<String, Value>) -> Option<Written> {
     let name = name.trim();

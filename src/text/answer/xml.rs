@@ -4,7 +4,8 @@
 use serde_json::{Map, Value};
 
 use super::section::{
-    HEADER, Scan, SectionStep, ToolCallForm, Written, after_call, begins_or_begun, between, written,
+    HEADER, Scan, SectionStep, ToolCallForm, Written, after_call, argument, begins_or_begun,
+    between, written,
 };
 
 /// A pair of tags, the first of which has a name: what is before and after that, and the last tag.
@@ -118,9 +119,7 @@ impl Xml {
     }
 }
 
-/// The value of a parameter. Strings are written without quotes and everything else as JSON, so the text alone does not distinguish "1"
-/// from 1. Valid JSON is parsed as such, except for strings; objects and lists only on a single line, as templates write them: over several
-/// lines they are far more often the content of a file.
+/// The value of a parameter, which may stand on lines of its own.
 fn value(text: &str) -> Value {
     let text = text.strip_prefix('\n').unwrap_or(text);
     let text = text.strip_suffix('\n').unwrap_or(text);
@@ -129,11 +128,7 @@ fn value(text: &str) -> Value {
         "False" => return Value::Bool(false),
         _ => {}
     }
-    match serde_json::from_str(text) {
-        Ok(Value::String(_)) | Err(_) => Value::from(text),
-        Ok(_) if text.contains('\n') => Value::from(text),
-        Ok(value) => value,
-    }
+    argument(text)
 }
 
 #[cfg(test)]

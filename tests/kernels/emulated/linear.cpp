@@ -628,11 +628,11 @@ struct Adapter {
     std::vector<adapter::Factors> table;
     const adapter::Factors* start;
 
-    void add(int rank, int k, int outputs) {
-        int type = table.size() % 3;
-        a.push_back(std::make_unique<Factor>((size_t)rank * k, type));
-        b.push_back(std::make_unique<Factor>((size_t)rank * outputs, (type + 1) % 3));
-        table.push_back({a.back()->words.data(), b.back()->words.data(), 0.25f, rank, type, (type + 1) % 3});
+    void add(int rank, int k, int outputs) { add(rank, k, outputs, table.size() % 3, (table.size() + 1) % 3); }
+    void add(int rank, int k, int outputs, int a_type, int b_type) {
+        a.push_back(std::make_unique<Factor>((size_t)rank * k, a_type));
+        b.push_back(std::make_unique<Factor>((size_t)rank * outputs, b_type));
+        table.push_back({a.back()->words.data(), b.back()->words.data(), 0.25f, rank, a_type, b_type});
         start = table.data();
     }
     double low(int projection, int r, const double* x, int k) const {
@@ -729,15 +729,12 @@ static void check_adapted_rows(int columns, int m, std::initializer_list<int> ou
     int matrices = set.weights.size(), features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, most = 0, tiles = 0;
     std::vector<Adapter> adapters(ranks.size());
     for (size_t i = 0; i < ranks.size(); i++) {
-        // The types of factors differ between adapters.
-        for (size_t j = 0; j < FIRST + 3 * ranks.size(); j++) adapters[i].add(0, k, 8);
-        for (int p = 0; p < matrices; p++) adapters[i].table[FIRST + p] = {};
+        for (int p = 0; p < FIRST; p++) adapters[i].add(0, k, 8);
         for (int p = 0; p < matrices; p++) {
-            int rank = ranks[i][p], type = (i + p) % 3;
-            adapters[i].a[FIRST + p] = std::make_unique<Factor>((size_t)rank * k, type);
-            adapters[i].b[FIRST + p] = std::make_unique<Factor>((size_t)rank * set.weights[p]->rows, (type + 1 + i) % 3);
-            adapters[i].table[FIRST + p] = {adapters[i].a[FIRST + p]->words.data(), adapters[i].b[FIRST + p]->words.data(), 0.25f, rank, type, (int)(type + 1 + i) % 3};
-            most = std::max(most, rank);
+            // The types of factors differ between adapters.
+            int type = (i + p) % 3;
+            adapters[i].add(ranks[i][p], k, set.weights[p]->rows, type, (type + 1 + i) % 3);
+            most = std::max(most, ranks[i][p]);
         }
     }
     int largest = 16;
