@@ -341,28 +341,31 @@ fn models_with_keys_and_values_in_8_bits() {
             continue;
         }
         tested += 1;
-        let mut runs = [&cpu, &model].into_iter().map(|model| {
+        let run = |model: &Served, kv| {
             let tokens = some_tokens(&cpu, 60);
-            let mut cache = model.sequence(64, KvType::F8).unwrap();
-            let (mut scratch, mut out) = (Scratch::new(), Vec::new());
+            let mut cache = model.sequence(64, kv).unwrap();
+            let (mut scratch, mut out, mut all) = (Scratch::new(), Vec::new(), Vec::new());
             for part in [&tokens[..37], &tokens[37..59], &tokens[59..]] {
                 let (cache, scratch) = (&mut cache, &mut scratch);
                 model
-                    .forward(part, cache, scratch, Logits::Last, &mut out)
+                    .forward(part, cache, scratch, Logits::All, &mut out)
                     .unwrap();
+                all.extend_from_slice(&out);
             }
-            out
-        });
-        let (want, got) = (runs.next().unwrap(), runs.next().unwrap());
-        let bar = 2e-2 * coarseness(&model);
+            all
+        };
+        let (want, got) = (run(&cpu, KvType::F8), run(&model, KvType::F8));
         // Rounding sends some rows of a mixture to other experts.
         if cpu.spec().blocks.iter().any(|b| b.mlp.experts() > 0) {
             continue;
         }
-        assert_close(&got, &as_f64(&want), bar, case);
+        // Where inputs differ a little, some values round to the code beside, and change logits by a share of what rounding costs at all.
+        let cost = relative_l2(&want, &as_f64(&run(&cpu, KvType::F32)));
+        let near = 2e-2 * coarseness(&model);
+        assert_close(&got, &as_f64(&want), near.max(0.3 * cost), case);
         let same = |got: &[f32], expected: &[f32], what: &str| match expected.is_empty() {
             true => {}
-            false => assert_close(got, &as_f64(expected), bar, &format!("{case}, {what}")),
+            false => assert_close(got, &as_f64(expected), near, &format!("{case}, {what}")),
         };
         for kv in [&[KvType::F8][..], &[KvType::F8, KvType::F16]] {
             ragged::check(&model, kv, Some(2e-2), &same);
