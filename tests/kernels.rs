@@ -34,7 +34,6 @@ fn multiply(unit: Unit, target: &str) -> Option<&'static str> {
         | Unit::LinearSkinnyRanges
         | Unit::LinearTiled
         | Unit::AttentionDecode
-        | Unit::AttentionDecodeAdapted
         | Unit::AttentionDecodeFixed
         | Unit::AttentionDecodeWide
         | Unit::AttentionDecodeWidest

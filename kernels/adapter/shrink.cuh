@@ -48,13 +48,6 @@ __device__ __forceinline__ uint4 load_x(const ShrinkInput& a, int row, int k, bo
     return make_uint4(__byte_perm(p.x, q.x, 0x5410), __byte_perm(p.x, q.x, 0x7632), __byte_perm(p.y, q.y, 0x5410), __byte_perm(p.y, q.y, 0x7632));
 }
 
-// Four numbers of a factor.
-template <Type T>
-__device__ __forceinline__ void unpack(uint4 v, float (&x)[4]) {
-    u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = value_of(T == F32 ? words[i] : words[i / 2] >> i % 2 * 16 & 0xffff, T);
-}
 
 // The sums over elements `begin` to `end` of K of the products of a tile's rows with RANK_STEP rows of A from number `rank` on: store(row of
 // the tile, number, sum) for each. All WARPS warps of the block call this; each has the loads of STEPS steps in flight. ready() waits until x is

@@ -20,7 +20,6 @@
 // load_matrices() has four neighbouring codes of a row, of which the matrix instruction takes the first two in the place of neighbours 2t
 // and the others in that of neighbours 2t + 8: along K both operands have this order.
 #pragma once
-#include "attention/adapter.cuh"
 #include "attention/splits.cuh"
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
@@ -60,7 +59,6 @@ struct Arguments {
     int fragment_major;
     int stored;                 // whether an earlier kernel has stored all keys and values: rows may be consecutive tokens of one sequence
     int split_pages;            // of FIXED kernels: see FixedSplits
-    LowOutput low;              // of ADAPTED kernels: of the projection that takes the row
 };
 
 // The output of a sequence.
@@ -277,20 +275,12 @@ struct PartialResult {
             if (has_slot<D>(j)) row.at(head * D + lane_id() + WARP * j) = to_f16(normalized(y[j], factor));
         }
     }
-    // The output to a line of D elements, as store_output() rounds it.
-    __device__ __forceinline__ void keep_output(float* line, float sink) const {
-        float factor = 1 / (weight + exp2_approx(sink - max_score));
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            if (has_slot<D>(j)) line[lane_id() + WARP * j] = f16_to_float(to_f16(normalized(y[j], factor)));
-        }
-    }
 };
 
 // The ring has STAGES pages, or half pages, SPAN of which are processed at a time. CLUSTER: the splits of a sequence are the blocks of a
 // cluster. LIMITED: there may be a window, a soft cap or sinks, and rows of projections may lack keys or values. ROTARY: see Rotation. E: an
-// element of the cache. FIXED: see above. ADAPTED: a single row, which may have an adapter.
-template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER, typename E = u16, bool FIXED = false, bool ADAPTED = false>
+// element of the cache. FIXED: see above.
+template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER, typename E = u16, bool FIXED = false>
 __device__ __forceinline__ void run(const Arguments& a) {
     static_assert(STAGES % SPAN == 0, "");
     constexpr int WARPS = SPAN * PAGE_WARPS, THREADS = WARPS * WARP;
@@ -302,7 +292,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     // Warps with positions of their own, and lines of partial results: of these and of the new token, or of all.
     constexpr int POSITION_WARPS = WARPS / SHARERS<D>, LINES = FIXED ? 1 : POSITION_WARPS + 1;
     static_assert(!HAS_SCALES<E> || !IS_WIDEST<D>, "");
-    static_assert(!ADAPTED || (!FIXED && !CLUSTER), "");
     extern __shared__ __align__(128) char shared[];
     auto& [q, new_key, new_value, new_scales, exchange, last] = *(NewToken<D, E>*)shared;
     char* ring = shared + sizeof(NewToken<D, E>);
@@ -363,7 +352,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
     load_norm<D>(a.q_norm, q_weight);
     load_norm<D>(a.k_norm, k_weight);
 
-    AdapterOf<D, ADAPTED> adapter(a.low, first_head, heads, THREADS);
     wait_for_earlier_kernels();
     let_later_kernels_start();
     // The heads of the row that the block needs: queries, then the key and the value. A warp takes one per turn; all are in flight before
@@ -635,15 +623,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
 
     OutputRow out(a, sequence, all_heads * D);
-    // The place of a head's own partial result is no longer in use.
     auto store_output = [&](const PartialResult<D>& r, int h) {
-        float sink = LIMITED && a.sinks ? a.sinks[first_head + h] * LOG2E : -INFINITY;
-        if constexpr (ADAPTED) adapter.load(first_head + h);
-        r.store_output(out, first_head + h, sink);
-        if constexpr (ADAPTED) {
-            r.keep_output(of_warp[0][h], sink);
-            adapter.store(first_head + h, of_warp[0][h]);
-        }
+        r.store_output(out, first_head + h, LIMITED && a.sinks ? a.sinks[first_head + h] * LOG2E : -INFINITY);
     };
     if (a.fragment_major && split == 0 && first_head == 0) {
         // The padding is zeros.

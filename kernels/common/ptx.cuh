@@ -286,6 +286,13 @@ __device__ __forceinline__ void let_later_kernels_start() {
 #endif
 }
 
+// Memory that other blocks write and read at the same time.
+__device__ __forceinline__ uint4 load_relaxed_16(const void* p) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_relaxed(float* p, float x) { asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
 __device__ __forceinline__ u32 load_acquire(const u32* p) {
     u32 r;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");

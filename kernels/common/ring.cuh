@@ -22,6 +22,9 @@ struct WarpRing {
     // Offset of the stage after the one at `offset`.
     static __device__ __forceinline__ u32 after(u32 offset) { return offset + STAGE_BYTES == BYTES ? 0 : offset + STAGE_BYTES; }
 
+    // Offset of the stage before.
+    static __device__ __forceinline__ u32 before(u32 offset) { return (offset == 0 ? BYTES : offset) - STAGE_BYTES; }
+
     // The offset from a lane's address in the first piece to its addresses in the second.
     static __device__ __forceinline__ long long to_second(const u8* first, const u8* second) {
         return lane_id() < ENDING ? 0 : second - first - PIECE_BYTES;

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use super::adapted_rows::{AdaptedRows, AdapterDivision, PARTS, RANK_STEP};
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::kernel::kernels;
-use super::linear::{CHUNK_K, Glu, Layout, Matrix};
-use super::row_adapter::{ROW_RANK, RowAdapter};
+use super::linear::{
+    AdaptedRows, AdapterDivision, CHUNK_K, Glu, Layout, Matrix, NextProjections, PARTS, RANK_STEP,
+    shared_bytes,
+};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::base::memory::Tag;
@@ -177,10 +178,10 @@ pub struct AdapterScratch {
     rank: usize,
     tiles: DeviceBuffer,
     low: DeviceBuffer,
-    /// Products of a single row with A factors, for ranks up to [`ROW_RANK`].
-    parts: DeviceBuffer,
     /// A counter of [`AdaptedRows`].
     counter: DeviceBuffer,
+    /// Products of [`AdaptedRows`] that CTAs share.
+    shared: DeviceBuffer,
 }
 
 /// Elements of the products of the A factors of one projection, for a row of `k` elements and ranks up to `rank`.
@@ -193,29 +194,21 @@ impl AdapterScratch {
     /// Memory for passes of `rows` rows through projections of inputs up to `width`, with ranks up to `rank`.
     pub fn new(gpu: &Arc<Gpu>, rows: usize, width: usize, rank: usize) -> Result<AdapterScratch> {
         let scratch = |bytes| DeviceBuffer::uninit(gpu, Tag::DeviceScratch, bytes);
+        let pending = vec![u32::MAX; shared_bytes(rank) / 4];
         Ok(AdapterScratch {
             rows,
             width,
             rank,
             tiles: scratch(rows * TILE_WORDS * 4)?,
             low: scratch(PROJECTIONS * rows * low_stride(width, rank) * 4)?,
-            parts: scratch(RowAdapter::bytes(rank.next_power_of_two().min(ROW_RANK)))?,
             counter: DeviceBuffer::zeroed(gpu, Tag::DeviceScratch, 4)?,
+            shared: DeviceBuffer::from_slice(gpu, Tag::DeviceScratch, &pending)?,
         })
     }
 
     /// Whether it has room for such passes.
     pub fn holds(&self, rows: usize, rank: usize) -> bool {
         rows <= self.rows && rank <= self.rank
-    }
-
-    /// The adapter of a pass of one row, with a rank up to `rank`, a power of two up to [`ROW_RANK`].
-    pub fn of_row(&self, rank: usize) -> RowAdapter<'_> {
-        RowAdapter {
-            tiles: &self.tiles,
-            parts: &self.parts,
-            rank,
-        }
     }
 
     /// Enqueues a write of the tiles of a pass, and unused ones up to `count`.
@@ -269,18 +262,20 @@ impl AdaptedGroup<'_> {
         Ok(())
     }
 
-    /// The rows for a GEMM of `projections` projections that applies the adapters itself.
-    pub fn rows(&self, projections: usize) -> Result<AdaptedRows<'_>> {
+    /// The rows for a GEMM of `projections` projections that applies the adapters itself, and that `next` follow.
+    pub fn rows(&self, projections: usize, next: NextProjections) -> Result<AdaptedRows<'_>> {
         self.check(projections)?;
         Ok(AdaptedRows {
             tiles: &self.scratch.tiles,
             low: &self.scratch.low,
             counter: &self.scratch.counter,
+            shared: &self.scratch.shared,
             division: AdapterDivision {
                 tiles: self.tiles,
                 rank: self.rank,
             },
             first: self.first,
+            next,
         })
     }
 

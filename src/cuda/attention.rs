@@ -8,7 +8,6 @@ use super::heads::{
     CachedPages, HeadOptions, Heads, PAGE, Pages, RowArgument, RowHeads, rotates_whole,
 };
 use super::linear::{HALF_SM_ROWS, Layout};
-use super::row_adapter::{AdaptedInput, LowOutput, RowAdapter, RowProjections};
 use super::units::Unit;
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -82,9 +81,6 @@ head_kernels! { DECODE(DecodeArguments):
     AttentionDecode, Some(Ring::Two), "attention_decode_" [32 64 128] "_ring2";
     AttentionDecode, Some(Ring::One), "attention_decode_" [32 64 128] "_ring1";
     AttentionDecode, Some(Ring::Cluster), "attention_decode_" [32 64 128] "_cluster";
-    AttentionDecodeAdapted, Some(Ring::Four), "attention_decode_" [32 64 128] "_adapted_ring4";
-    AttentionDecodeAdapted, Some(Ring::Two), "attention_decode_" [32 64 128] "_adapted_ring2";
-    AttentionDecodeAdapted, Some(Ring::One), "attention_decode_" [32 64 128] "_adapted_ring1";
     AttentionDecodeF8, Some(Ring::Four), "attention_decode_" [32 64 128] "_f8_ring8";
     AttentionDecodeF8, Some(Ring::Two), "attention_decode_" [32 64 128] "_f8_ring4";
     AttentionDecodeF8, Some(Ring::One), "attention_decode_" [32 64 128] "_f8_ring2";
@@ -192,7 +188,6 @@ struct DecodeArguments {
     fragment_major: i32,
     stored: i32,
     split_pages: i32,
-    low: LowOutput,
 }
 
 /// CTAs of the decode kernel per sequence without split-KV.
@@ -454,39 +449,7 @@ pub fn decode(
         positions,
         count: sequences,
         stored: false,
-        adapter: None,
     };
-    decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
-}
-
-/// Whether [`decode_adapted`] has kernels for heads that `unit` decodes.
-pub fn has_adapted_decode(unit: Unit) -> bool {
-    unit == Unit::AttentionDecode
-}
-
-/// As [`decode`] of a single sequence, for heads of [`has_adapted_decode`], with row-major output: it is multiplied by the A factor of the
-/// projection `next`, in a part for each head.
-pub fn decode_adapted(
-    gpu: &Gpu,
-    heads: &Heads<'_>,
-    cache: &CachedPages<'_>,
-    qkv: &DeviceBuffer,
-    positions: &DeviceBuffer,
-    division: SplitKv,
-    workspace: &SplitKvWorkspace,
-    out: &DeviceBuffer,
-    adapter: &RowAdapter<'_>,
-    next: RowProjections,
-) -> Result<()> {
-    let parts = heads.shape.heads;
-    let rows = DecodedRows {
-        qkv,
-        positions,
-        count: 1,
-        stored: false,
-        adapter: Some(adapter.output(AdaptedInput::Inner, Some(next), parts, 0, None)?),
-    };
-    let layout = Layout::RowMajor;
     decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
 }
 
@@ -509,7 +472,6 @@ pub fn decode_stored(
         positions,
         count: rows,
         stored: true,
-        adapter: None,
     };
     decode_by(gpu, heads, cache, rows, division, workspace, out, layout)
 }
@@ -522,8 +484,6 @@ struct DecodedRows<'a> {
     count: usize,
     /// Whether their keys and values are stored already.
     stored: bool,
-    /// The products with an A factor that a single row gets.
-    adapter: Option<LowOutput>,
 }
 
 fn decode_by(
@@ -541,7 +501,6 @@ fn decode_by(
         positions,
         count: sequences,
         stored,
-        adapter,
     } = rows;
     heads.check_cache(cache)?;
     let width = heads.row_width();
@@ -582,7 +541,6 @@ fn decode_by(
             SplitKv::Fixed(_) => SPLIT_PAGES as i32,
             SplitKv::Splits(_) | SplitKv::Cluster => 0,
         },
-        low: adapter.unwrap_or_default(),
     };
     let kv = cache.shape.kind;
     let [unit, ..] = heads.units(kv);
@@ -616,13 +574,6 @@ fn decode_by(
     };
     let (kernels, unit) = match division {
         SplitKv::Fixed(_) => (DECODE_FIXED, fixed_attention_units(unit)[0]),
-        SplitKv::Splits(_) if adapter.is_some() && has_adapted_decode(unit) => {
-            (DECODE, Unit::AttentionDecodeAdapted)
-        }
-        _ if adapter.is_some() => bail!(
-            Internal,
-            "no kernel of {unit:?} with {division:?} takes the adapter of a row"
-        ),
         SplitKv::Splits(_) | SplitKv::Cluster => (DECODE, unit),
     };
     let kernel = one(kernels, heads.shape.dim, |k| {

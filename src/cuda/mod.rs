@@ -4,7 +4,6 @@
 //!
 //! Every launcher enqueues on the device's one stream and returns; [`Gpu::synchronize`] or a copy to the host waits.
 
-mod adapted_rows;
 mod adapter;
 mod attention;
 mod bandwidth;
@@ -31,7 +30,6 @@ mod registry;
 mod report;
 mod router;
 mod routing;
-mod row_adapter;
 mod row_norms;
 mod rows;
 mod sample;
@@ -42,14 +40,13 @@ pub mod training;
 mod unfused;
 mod units;
 
-pub use adapted_rows::{AdaptedRows, AdapterDivision};
 pub use adapter::{
     ADAPTED_NORM, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, AdapterFactors, AdapterScratch,
     AdapterTable, AdapterTiles, adapted_glu, expand, expand_norm, shrink,
 };
 pub use attention::{
-    SplitKv, SplitKvWorkspace, attend_rows, decode, decode_adapted, decode_stored,
-    fixed_attention_units, has_adapted_decode, prefill, store, store_rows,
+    SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored, fixed_attention_units, prefill,
+    store, store_rows,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{
@@ -73,10 +70,11 @@ pub use heads::{
     CachedPages, F8_HEADS, Heads, KvShape, PAGE, RowHeads, attention_units, has_kernels, is_limited,
 };
 pub use linear::{
-    Activation, Biased, FusedNorm, GatedUnit, GemmPlan, Glu, Hardware, Input, InputForm, Layout,
-    LinearScratch, Matrix, MatrixShape, NormScratch, NormalizedRows, Output, ReadBytes, ReadNvfp4,
-    ResidualRow, SKINNY_ROWS, ScratchDevice, SkinnyPlan, TILED, Tile, TileKernel, WideClusters,
-    linear, linear_add_norm, tiled,
+    Activation, AdaptedRows, AdapterDivision, Biased, FusedNorm, GatedUnit, GemmPlan, Glu,
+    Hardware, Input, InputForm, Layout, LinearScratch, Matrix, MatrixShape, NextProjections,
+    NormScratch, NormalizedRows, Output, ReadBytes, ReadNvfp4, ResidualRow, SKINNY_ROWS,
+    ScratchDevice, SharingTurn, SkinnyPlan, TILED, Tile, TileKernel, WideClusters, linear,
+    linear_add_norm, tiled,
 };
 pub use mamba::{MambaConstants, MambaInputs, mamba_conv, mamba_norm, mamba_scan};
 pub use operand::{Operand, check_scales, check_scales_of, wait_for_scales};
@@ -93,7 +91,6 @@ pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
 pub use router::{RouterVectors, route};
 pub use routing::Routing;
-pub use row_adapter::{AdaptedGemm, AdaptedInput, ROW_PARTS, ROW_RANK, RowAdapter, RowProjections};
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};
 pub use sample::{

@@ -55,7 +55,6 @@ units! {
     PerLayerGate = "activation/per_layer.cu",
     ActivationTraining = "activation/training.cu",
     AttentionDecode = "attention/decode.cu",
-    AttentionDecodeAdapted = "attention/decode_adapted.cu",
     AttentionDecodeF8 = "attention/decode_f8.cu",
     AttentionDecodeFixed = "attention/decode_fixed.cu",
     AttentionDecodeFixedF8 = "attention/decode_fixed_f8.cu",

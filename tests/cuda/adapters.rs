@@ -7,8 +7,8 @@ use NVFP4::base::ErrorKind;
 use NVFP4::base::memory::{self, Tag};
 use NVFP4::cuda::{
     self, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, AdapterFactors, AdapterScratch,
-    AdapterTable, AdapterTiles, Biased, DeviceBuffer, GemmPlan, Glu, Gpu, Hardware, Input,
-    InputForm, Layout, LinearScratch, Output,
+    AdapterTable, AdapterTiles, Biased, DeviceBuffer, GemmPlan, Glu, Gpu, Hardware, InputForm,
+    Layout, LinearScratch, NextProjections, Output, SKINNY_ROWS, SharingTurn,
 };
 use NVFP4::engine::{LoadedAdapter, Served};
 use NVFP4::format::nvfp4::QuantizeOptions;
@@ -196,7 +196,7 @@ fn rows_get_the_products_of_their_factors() {
     }
 }
 
-/// A product of wide tiles whose rows have one of two adapters, or none.
+/// A product whose rows have one of two adapters, or none.
 struct AdaptedProduct<'a> {
     gpu: &'a Arc<Gpu>,
     rows: usize,
@@ -256,8 +256,14 @@ impl<'a> AdaptedProduct<'a> {
         self.weights.iter().map(Weight::plain).collect()
     }
 
-    /// Runs the product twice over copies of `before`.
-    fn run(&self, output: Output, before: &[u8], stride: usize) -> [DeviceBuffer; 2] {
+    /// The layout of rows that GEMMs take.
+    fn layout(&self) -> Layout {
+        Layout::taken(&Hardware::of(self.gpu).unwrap(), self.rows)
+    }
+
+    /// Runs the product several times over copies of `before`, as the launches of passes of two.
+    /// `None` if no kernel serves them.
+    fn run(&self, output: Output, before: &[u8], stride: usize) -> Option<[DeviceBuffer; 3]> {
         let addresses: Vec<u64> = self
             .of_rows
             .iter()
@@ -266,36 +272,120 @@ impl<'a> AdaptedProduct<'a> {
         let (gpu, rows, k) = (self.gpu, self.rows, self.k);
         let tiles = AdapterTiles::of(&addresses);
         let mut scratch = AdapterScratch::new(gpu, rows, k, 64).unwrap();
-        scratch.write(&tiles, tiles.count() + 1).unwrap();
+        let count = rows.min(tiles.count() + 1);
+        scratch.write(&tiles, count).unwrap();
         let group = AdaptedGroup {
             scratch: &scratch,
-            tiles: tiles.count() + 1,
+            tiles: count,
             rank: 64,
             rows,
             first: FIRST,
             k,
         };
-        let adapters = group.rows(self.weights.len()).unwrap();
+        let next = NextProjections {
+            first: FIRST,
+            k,
+            features: [1, 0, 0],
+        };
+        let adapters = group.rows(self.weights.len(), next).unwrap();
         let hardware = Hardware::of(gpu).unwrap();
-        let (matrices, form) = (self.matrices(), InputForm::Plain(Layout::FragmentMajor));
-        let plan = GemmPlan::choose(&hardware, rows, &shapes(&matrices), output, form).unwrap();
-        let plan = plan
-            .for_adapted_rows(&hardware, adapters.division())
-            .unwrap();
-        let x = upload(
-            gpu,
-            &in_layout(Layout::FragmentMajor, &self.values, rows, k),
-        );
-        let input = Input::FragmentMajor(&x, 4.0);
+        let (matrices, layout) = (self.matrices(), self.layout());
+        let form = InputForm::Plain(layout);
+        let shapes = shapes(&matrices);
+        let plan = match rows {
+            ..=SKINNY_ROWS => GemmPlan::by_skinny(&hardware, rows, &shapes, output, form),
+            _ => GemmPlan::choose(&hardware, rows, &shapes, output, form).ok(),
+        }?;
+        let x = upload(gpu, &in_layout(layout, &self.values, rows, k));
+        let input = layout.input(&x, 4.0);
         let scratch = LinearScratch::new(gpu, 1, k, 0).unwrap();
-        [(); 2].map(|()| {
+        let division = adapters.division();
+        let plans = [0, 1, 0]
+            .map(|index| plan.for_adapted_rows(&hardware, division, SharingTurn::of(index, 2)));
+        if plans.iter().any(Option::is_none) {
+            return None;
+        }
+        Some(plans.map(|plan| {
             let out = upload(gpu, before);
             let to = (&out, stride);
-            plan.enqueue_for_adapted_rows(gpu, input, &matrices, output, to, &scratch, &adapters)
+            plan.unwrap()
+                .enqueue_for_adapted_rows(
+                    gpu, input, &matrices, output, to, &scratch, None, &adapters,
+                )
                 .unwrap();
             out
-        })
+        }))
     }
+
+    /// Compares f32 outputs, and sums with what is there, and those of a gated unit, with sums in f64. Returns how many of these are served.
+    fn check(&self) -> usize {
+        let mut served = 0;
+        let (rows, k, layout) = (self.rows, self.k, self.layout());
+        let widths: Vec<usize> = self.weights.iter().map(|w| w.rows).collect();
+        let width: usize = widths.iter().sum();
+        let what = format!("{rows} rows of {k}, {widths:?}");
+        let before = normal(78, rows * width);
+        let bytes: Vec<u8> = before.iter().flat_map(|v| v.to_le_bytes()).collect();
+        for output in [Output::F32, Output::Add] {
+            // The skinny GEMM adds products with one matrix.
+            if output == Output::Add && rows <= SKINNY_ROWS && widths.len() > 1 {
+                continue;
+            }
+            let Some(outs) = self.run(output, &bytes, width) else {
+                continue;
+            };
+            served += 1;
+            let [first, others @ ..] = outs.map(|out| read_f32(&out, rows * width));
+            let want = match output {
+                Output::Add => sums(&self.want, &before),
+                _ => self.want.clone(),
+            };
+            let bar = EXACT.max(k as f64 * DROPPED);
+            assert_close(&first, &want, bar, &format!("{what}, {output:?}"));
+            for other in others {
+                assert!(same_bits(&first, &other), "{what}, {output:?}");
+            }
+        }
+        let wide = widths[0];
+        if widths != [wide, wide] {
+            return served;
+        }
+        let glu = self.want.chunks_exact(width).flat_map(|row| {
+            let pairs = row[..wide].iter().zip(&row[wide..]);
+            pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u / 16.0)
+        });
+        let glu: Vec<f64> = glu.collect();
+        let poison = vec![0xff; layout.elements(rows, wide) * 2];
+        let Some(outs) = self.run(layout.glu(Glu::default()), &poison, wide) else {
+            return served;
+        };
+        for out in outs {
+            assert_close(&read_rows(layout, &out, rows, wide), &glu, F16, &what);
+        }
+        served + 1
+    }
+}
+
+/// Few rows, whose CTAs share the products with A factors.
+#[test]
+fn products_of_few_rows_apply_adapters() {
+    let Some(gpu) = gpu() else { return };
+    let mixed = |row: usize| [Some(0), None, Some(1)][row % 3];
+    let mut served = 0;
+    for rows in [1, 2, 4, 5, 8, 13, 16] {
+        for (widths, k, ranks) in [
+            (&[200usize, 96, 40][..], 784, [16, 48]),
+            (&[4096, 1024, 1024], 2560, [16, 16]),
+            (&[2560], 4096, [32, 16]),
+            (&[2560], 9728, [16, 16]),
+            (&[9728, 9728], 2560, [16, 64]),
+            (&[400, 400], 1552, [16, 32]),
+        ] {
+            let of_rows: Vec<Option<usize>> = (0..rows).map(mixed).collect();
+            served += AdaptedProduct::new(&gpu, (rows, widths, k), ranks, of_rows).check();
+        }
+    }
+    assert!(served >= 50, "{served} products");
 }
 
 /// Products with W and with factors in one kernel: f32 outputs, added to what is there, and before a gated unit.
@@ -325,40 +415,7 @@ fn products_of_wide_tiles_apply_adapters() {
     ] {
         let of_rows: Vec<Option<usize>> = (0..rows).map(adapter_of).collect();
         let product = AdaptedProduct::new(&gpu, (rows, widths, k), ranks, of_rows);
-        let width: usize = widths.iter().sum();
-        let what = format!("{rows} rows of {k}, {widths:?}");
-        let before = normal(78, rows * width);
-        let bytes = |values: &[f32]| {
-            values
-                .iter()
-                .flat_map(|v| v.to_le_bytes())
-                .collect::<Vec<u8>>()
-        };
-        for output in [Output::F32, Output::Add] {
-            let outs = product.run(output, &bytes(&before), width);
-            let [first, second] = outs.map(|out| read_f32(&out, rows * width));
-            let want = match output {
-                Output::Add => sums(&product.want, &before),
-                _ => product.want.clone(),
-            };
-            let bar = EXACT.max(k as f64 * DROPPED);
-            assert_close(&first, &want, bar, &format!("{what}, {output:?}"));
-            assert!(same_bits(&first, &second), "{what}, {output:?}");
-        }
-        if widths.len() != 2 {
-            continue;
-        }
-        let wide = widths[0];
-        let glu = product.want.chunks_exact(width).flat_map(|row| {
-            let pairs = row[..wide].iter().zip(&row[wide..]);
-            pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u / 16.0)
-        });
-        let glu: Vec<f64> = glu.collect();
-        let layout = Layout::FragmentMajor;
-        let poison = vec![0xff; layout.elements(rows, wide) * 2];
-        for out in product.run(layout.glu(Glu::default()), &poison, wide) {
-            assert_close(&read_rows(layout, &out, rows, wide), &glu, F16, &what);
-        }
+        assert!(product.check() >= 2, "{rows} rows of {k}, {widths:?}");
     }
 }
 

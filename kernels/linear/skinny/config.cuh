@@ -1,6 +1,6 @@
 // Configuration of the skinny GEMM: the constants that distinguish its kernels, and the arguments of a launch.
 #pragma once
-#include "adapter/factors.cuh"
+#include "adapter/shrink.cuh"
 #include "common/ring.cuh"
 #include "format/packed.cuh"
 #include "linear/matrix.cuh"
@@ -29,7 +29,7 @@ constexpr int MAX_SPLIT_K = 2;
 constexpr int NORMALIZED_WIDTH = 4096;          // a piece of a row for each lane of each warp
 
 // The constants of a kernel for up to MAX_ROWS rows of activations, which runs BLOCKS blocks per multiprocessor. IN_RANGES: it adds up along
-// K in the order of linear/wide.cu, whatever the rows. ADAPTED: the row may have an adapter (skinny/adapter.cuh).
+// K in the order of linear/wide.cu, whatever the rows. ADAPTED: rows may have adapters (skinny/adapter.cuh).
 template <Tile TILE_, Input INPUT_, Output OUTPUT_, int MAX_ROWS_, int BLOCKS_, bool IN_RANGES_ = false, bool ADAPTED_ = false>
 struct Config {
     static constexpr Tile TILE = TILE_;
@@ -83,6 +83,29 @@ struct KRange {
     u32 inverse;            // 2^32 / steps, rounded up; unused for a single step
 };
 
+// The projections of the product with adapters that follows.
+struct NextFactors {
+    int first, matrices;        // by their numbers in the model; how many
+    int k;
+    int features[MATRICES];
+};
+
+// A x of rows with adapters, each its own or none. There are no more tiles than rows, one for each adapter.
+struct LowProducts {
+    const RowTile* tiles;
+    float* values;          // f32 [matrices, m, parts, ranks], which the launch finds pending
+    uint4* taken;           // of an earlier launch, which become pending
+    int taken_pieces;       // of 16 bytes
+    int adapters;           // number of tiles
+    int matrices;
+    int rank_shift;         // the logarithm of the largest rank of an adapter, or of more
+    int part_shift;         // the logarithm of the parts into which K is divided; blocks of a cluster have as many each
+    int first;              // number of the first matrix among the projections of the model
+    float factor;           // by which x was divided
+    int copies;             // bytes of shared memory for copies of factors
+    NextFactors next;
+};
+
 struct Arguments {
     const u16* x;               // f16 [m, k]
     void* out;                  // [m, out_stride]; the matrices' features follow each other
@@ -101,6 +124,5 @@ struct Arguments {
     ResidualRow residual;       // RESIDUAL
     int ranges;                 // IN_RANGES: into which the chunks of K are divided
     NormalizedRows normalized;  // NORMALIZED
-    LowInput low;               // ADAPTED: A x
-    LowOutput next;             // ADAPTED: of the projections that take the result
+    LowProducts low;            // ADAPTED: A x
 };

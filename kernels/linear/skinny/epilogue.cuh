@@ -21,7 +21,7 @@ class Epilogue {
     const Schedule<C>& schedule;
     const SharedMemory<C>& memory;
     const InputNorm<C>& norm;
-    RowAdapter<C>& adapter;
+    const RowAdapters<C>& adapters;
     int thread;
     Place first_place{};
     Residual first_residual;
@@ -83,7 +83,7 @@ class Epilogue {
         int m = i / C::FEATURES % C::MAX_ROWS;
         float factor = norm.factor(m) * PACKED_FACTOR;
         sum.x = scaled_sum(sum.x, w.global * factor, w.bias, p.row);
-        if (C::ADAPTED) sum.x += adapter.added(i, p.matrix, p.row, 0);
+        if (C::ADAPTED) sum.x += adapters.added(m, p.matrix, p.row) * norm.factor(m);
         if (C::OUTPUT == STORE_F32) ((float*)a.out)[p.at] = sum.x;
         if (C::OUTPUT == STORE_F16) ((u16*)a.out)[p.at] = to_f16(sum.x);
         if (C::OUTPUT == ADD_F32) {
@@ -94,17 +94,14 @@ class Epilogue {
         if (C::IS_GLU) {
             const Matrix& up = a.matrix[1];
             sum.y = scaled_sum(sum.y, up.global * factor, up.bias, p.row);
-            if (C::ADAPTED) sum.y += adapter.added(i, 1, p.row, 1);
+            if (C::ADAPTED) sum.y += adapters.added(m, 1, p.row) * norm.factor(m);
             u16 y = to_f16(activate(a.activation, sum.x) * sum.y * a.out_scale);
             ((u16*)a.out)[p.at] = y;
-            adapter.keep(i, y);
         }
     }
     __device__ __forceinline__ void store_for_norm(const Place& p, int i, float y, const Residual& residual) const {
         float scaled = y * residual.factor * residual.weight;
-        u16 stored = to_f16(scaled);
-        a.norm.rows[p.next] = stored;
-        adapter.keep(i, stored);
+        a.norm.rows[p.next] = to_f16(scaled);
         float square = fabsf(scaled) <= F16_MAX ? y * y : INFINITY;
         // Consecutive threads take the existing features of a tile and row.
 #pragma unroll
@@ -170,8 +167,8 @@ class Epilogue {
 public:
     // Before the wait for the kernel's predecessor.
     __device__ __forceinline__ Epilogue(const Arguments& a, const Schedule<C>& schedule, const SharedMemory<C>& memory, const InputNorm<C>& norm,
-                                        RowAdapter<C>& adapter, int thread)
-        : a(a), schedule(schedule), memory(memory), norm(norm), adapter(adapter), thread(thread) {
+                                        const RowAdapters<C>& adapters, int thread)
+        : a(a), schedule(schedule), memory(memory), norm(norm), adapters(adapters), thread(thread) {
 #if __CUDA_ARCH__ >= 900
         if (schedule.splits_k()) {
             if (thread == 0) {
@@ -188,7 +185,6 @@ public:
     // Finds the thread's first output, without reading anything that the predecessor writes, and loads the value that it is added to.
     __device__ __forceinline__ void find_first() {
         if (thread < schedule.outputs()) first_place = place(thread);
-        adapter.fetch(first_place.count > 0, first_place.matrix, first_place.row);
     }
     __device__ __forceinline__ void load_first() { first_residual = load_residual(first_place, thread); }
     // Waits until the cluster's other block has initialized its barrier.
@@ -202,12 +198,6 @@ public:
     }
     // Call after the barrier that follows the stores of accumulators.
     __device__ __forceinline__ void run() {
-        store_outputs();
-        adapter.store_part();
-    }
-
-private:
-    __device__ __forceinline__ void store_outputs() {
         store_padding();
 #if __CUDA_ARCH__ >= 900
         if (schedule.splits_k()) return store_share();

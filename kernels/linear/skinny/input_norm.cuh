@@ -27,15 +27,13 @@ public:
             if (stores_factors) a.norm.factors[row] = factor;
         }
     }
-    // After a barrier of the block: normalizes rows that f16 has not represented well enough, from the residual stream itself. Returns whether
-    // there were any.
-    __device__ __forceinline__ bool mend(ActivationLoad<C>& activations) const {
-        if (!fused) return false;
+    // After a barrier of the block: normalizes rows that f16 has not represented well enough, from the residual stream itself.
+    __device__ __forceinline__ void mend(ActivationLoad<C>& activations) const {
+        if (!fused) return;
         float factor = lane_id() < a.m ? memory.row_factors[lane_id()] : 1;
-        if (!__any_sync(ALL_LANES, !is_kept(factor))) return false;
+        if (!__any_sync(ALL_LANES, !is_kept(factor))) return;
         for (int chunk = 0; chunk < memory.chunks; chunk++) activations.wait(chunk);
         normalize_rows();
-        return true;
     }
     // The factor by which the epilogue multiplies the outputs of a row.
     __device__ __forceinline__ float factor(int row) const { return fused ? memory.row_factors[row] : 1; }

@@ -5,7 +5,7 @@
 //   barriers        BARRIER_BYTES: for activations that arrive by bulk copies; the last is for outputs that another block sends
 //   row_factors     [WARPS]: the missing part of each row's factor of a fused norm
 //   received        of a cluster that splits K: the other block's sums for this block's share of the outputs, IN_RANGES one for each range
-//   accumulators    [tiles + WARPS][m][ACCUMULATORS], IN_RANGES [tiles][ranges][m][ACCUMULATORS]
+//   accumulators    [tiles + WARPS - 1][m][ACCUMULATORS], IN_RANGES [tiles][ranges][m][ACCUMULATORS]
 //
 // Everything but the accumulators has the same address in all blocks of a cluster.
 //

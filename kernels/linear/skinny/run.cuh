@@ -6,18 +6,21 @@
 
 template <class C>
 __device__ __forceinline__ void multiply(const Arguments& a, const Schedule<C>& schedule, const SharedMemory<C>& memory, WeightPipeline<C>& weights,
-                                         ActivationLoad<C>& activations, typename AccumulatorsOf<C>::Type& accumulators, int warp) {
+                                         ActivationLoad<C>& activations, typename AccumulatorsOf<C>::Type& accumulators, RowAdapters<C>& adapters, int warp) {
     using Ring = typename C::Ring;
     u32 stage = 0;
     int left = schedule.count, tile = schedule.tile, step = schedule.step;
     int range = schedule.first_of_warp - tile * schedule.ranges, slot = C::IN_RANGES ? schedule.first_of_warp : tile + warp;
     // Without a share, a place of accumulators would be another warp's.
     if (C::IN_RANGES && left == 0) return;
+    // Steps until stages of the ring are not filled again.
+    int until_request = C::ADAPTED ? left - C::STAGES + 1 : 0;
     do {
-        int tile_left = min(left, (C::IN_RANGES ? schedule.range_begin(a, range + 1) : schedule.steps) - step);
-        left -= tile_left;
+        int tile_left = min(left, (C::IN_RANGES ? schedule.range_begin(a, range + 1) : schedule.steps) - step), now = tile_left;
+        if (C::ADAPTED && until_request > 0) now = min(now, until_request);
+        left -= now;
 #pragma unroll 1
-        for (u32 at = step * accumulators.STRIDE; tile_left > 0; tile_left--, at += accumulators.STRIDE) {
+        for (u32 at = step * accumulators.STRIDE, i = now; i > 0; i--, at += accumulators.STRIDE) {
             activations.wait(at / accumulators.STRIDE);
             weights.ring.wait();
             accumulators.fetch(weights.ring, stage);
@@ -25,6 +28,12 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Schedule<C>& 
             weights.load(stage, true);
             stage = Ring::after(stage);
             accumulators.multiply(at);
+        }
+        if (C::ADAPTED) {
+            until_request -= now;
+            if (until_request == 0) adapters.request(weights.ring.base + Ring::before(stage), warp);
+            step += now;
+            if (now < tile_left) continue;
         }
         // A warp without steps stores zeros. Warps that share a tile have separate places.
         accumulators.store(memory.accumulators + slot++ * (a.m * ACCUMULATORS));
@@ -43,24 +52,26 @@ __device__ __forceinline__ void run(const Arguments& a) {
 
     SharedMemory<C> memory(a, schedule, shared);
     InputNorm<C> norm(a, memory, schedule.is_first_block());
-    RowAdapter<C> adapter(a, schedule, memory, thread);
-    Epilogue<C> epilogue(a, schedule, memory, norm, adapter, thread);
+    RowAdapters<C> adapters(a, schedule, memory, thread);
+    Epilogue<C> epilogue(a, schedule, memory, norm, adapters, thread);
     ActivationLoad<C> activations(a, memory, thread);
     typename AccumulatorsOf<C>::Type accumulators(a, memory);
+    adapters.prefetch_next(warp);
+    adapters.prepare(warp);
     epilogue.find_first();
     wait_for_earlier_kernels();
     if (!C::IS_LONG) let_later_kernels_start();
     epilogue.load_first();
-    adapter.request();
     norm.load(activations, warp);
-    adapter.add_up();
+    adapters.clear();
     weights.load_stages(C::EARLY_STAGES, C::STAGES, true);
     epilogue.wait_for_cluster();
+    adapters.wait_for_factors(warp);
     __syncthreads();
-    bool normalized = norm.mend(activations);
-    adapter.finish(norm, normalized);
-    multiply(a, schedule, memory, weights, activations, accumulators, warp);
-    adapter.wait();
+    norm.mend(activations);
+    adapters.share(activations, warp);
+    multiply(a, schedule, memory, weights, activations, accumulators, adapters, warp);
+    adapters.complete(warp);
     __syncthreads();
     if (C::IS_LONG && C::IN_RANGES) let_later_kernels_start();
     epilogue.run();

@@ -3,6 +3,7 @@
 //! weight at a time; without cuBLASLt the tiled kernels serve all. Other weights have plain kernels.
 
 mod adapted;
+mod adapted_rows;
 mod add;
 mod choose;
 mod dense;
@@ -18,12 +19,15 @@ mod output;
 mod product;
 mod residual;
 mod skinny;
+mod skinny_adapted;
 mod tf32;
 mod tile;
 mod tiled;
 mod tiled_adapted;
 mod tiles;
 
+pub use adapted_rows::{AdaptedRows, AdapterDivision, NextProjections, SharingTurn};
+pub(super) use adapted_rows::{PARTS, RANK_STEP, shared_bytes};
 pub use add::linear_add_norm;
 pub use choose::GemmPlan;
 pub use fused_norm::{FusedNorm, NormScratch};

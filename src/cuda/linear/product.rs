@@ -2,8 +2,10 @@
 
 use std::sync::Arc;
 
+use super::adapted_rows::AdaptedRows;
 use super::choose::{GemmKernels, GemmPart, GemmPlan, PartKernel, shapes};
 use super::dense::dense;
+use super::fused_norm::FusedNorm;
 use super::hardware::Hardware;
 use super::input::Input;
 use super::int8;
@@ -15,7 +17,6 @@ use super::tf32;
 use super::tiles::TileKernel;
 use crate::base::Result;
 use crate::base::error::{bail, err};
-use crate::cuda::adapted_rows::AdaptedRows;
 use crate::cuda::convert;
 use crate::cuda::driver::{DeviceBuffer, Gpu};
 
@@ -79,10 +80,11 @@ impl GemmPlan {
         scratch: &LinearScratch,
     ) -> Result<()> {
         let to = (out, stride);
-        self.enqueue_for(gpu, input, matrices, output, to, scratch, None)
+        self.enqueue_for(gpu, input, matrices, output, to, scratch, (None, None))
     }
 
-    /// As [`GemmPlan::enqueue`], for a plan by [`GemmPlan::for_adapted_rows`]: adds the products of the rows' adapters.
+    /// As [`GemmPlan::enqueue`], or with `norm` as [`GemmPlan::enqueue_before_norm`], for a plan by [`GemmPlan::for_adapted_rows`]: adds the
+    /// products of the rows' adapters.
     pub fn enqueue_for_adapted_rows(
         &self,
         gpu: &Arc<Gpu>,
@@ -91,10 +93,11 @@ impl GemmPlan {
         output: Output,
         to: (&DeviceBuffer, usize),
         scratch: &LinearScratch,
+        norm: Option<&FusedNorm<'_>>,
         adapters: &AdaptedRows<'_>,
     ) -> Result<()> {
-        let adapters = Some(adapters);
-        self.enqueue_for(gpu, input, matrices, output, to, scratch, adapters)
+        let with = (norm, Some(adapters));
+        self.enqueue_for(gpu, input, matrices, output, to, scratch, with)
     }
 
     fn enqueue_for(
@@ -105,9 +108,15 @@ impl GemmPlan {
         output: Output,
         (out, stride): (&DeviceBuffer, usize),
         scratch: &LinearScratch,
-        adapters: Option<&AdaptedRows<'_>>,
+        (norm, adapters): (Option<&FusedNorm<'_>>, Option<&AdaptedRows<'_>>),
     ) -> Result<()> {
         self.check(input, matrices, output)?;
+        if let Some(norm) = norm {
+            norm.takes(matrices[0].0.shape())?;
+            if self.skinny_at_once().is_none() {
+                bail!(Internal, "no kernel fuses a norm into {self:?}");
+            }
+        }
         let m = self.m;
         if m == 0 {
             return Ok(());
@@ -123,7 +132,7 @@ impl GemmPlan {
         out.holds("a product", &[elements, output.bytes()])?;
         match &self.kernels {
             GemmKernels::Skinny(plan) => skinny_gemm(
-                gpu, input, m, matrices, output, out, stride, plan, None, None,
+                gpu, input, m, matrices, output, out, stride, plan, norm, adapters,
             ),
             GemmKernels::Tiled(tiling) => {
                 let room = scratch.room();

@@ -4,6 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use super::adapted_rows::{AdaptedRows, LowProductsArgument};
 use super::fused_norm::{FusedNorm, NormArgument};
 use super::hardware::Hardware;
 use super::input::{Input, InputForm};
@@ -12,6 +13,7 @@ use super::matrix::{Biased, CHUNK_BYTES, CHUNK_K, MatrixArgument, MatrixShape, m
 use super::normalized::{self, NormalizedArgument};
 use super::output::{GROUP_ROWS, Layout, Output};
 use super::residual::ResidualArgument;
+use super::skinny_adapted::AdaptedSkinny;
 use super::tile::{Tile, WARPS};
 use super::tiled::ranges;
 use super::tiles::TileKernel;
@@ -19,7 +21,6 @@ use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use crate::cuda::kernel::kernels;
-use crate::cuda::row_adapter::{AdaptedGemm, AdaptedInput, LowInput, LowOutput, ROW_PARTS};
 
 kernels! {
     /// The skinny GEMM, by its epilogue, its input and the most rows that it takes.
@@ -52,9 +53,23 @@ kernels! {
             GluFragments16 = "skinny_glu_fragments_16",
         }
         LinearSkinnyAdapted {
-            AdaptedF32 = "skinny_adapted_f32",
-            AdaptedAdd = "skinny_adapted_add",
-            AdaptedGlu = "skinny_adapted_glu",
+            AdaptedF32Rows1 = "skinny_adapted_f32_1",
+            AdaptedF32Rows4 = "skinny_adapted_f32_4",
+            AdaptedF32Rows8 = "skinny_adapted_f32_8",
+            AdaptedF32Rows16 = "skinny_adapted_f32_16",
+            AdaptedAddRows1 = "skinny_adapted_add_1",
+            AdaptedAddRows4 = "skinny_adapted_add_4",
+            AdaptedAddRows8 = "skinny_adapted_add_8",
+            AdaptedAddRows16 = "skinny_adapted_add_16",
+            AdaptedGluRows1 = "skinny_adapted_glu_1",
+            AdaptedGluRows8 = "skinny_adapted_glu_8",
+            AdaptedGluRows16 = "skinny_adapted_glu_16",
+            AdaptedF32Fragments8 = "skinny_adapted_f32_fragments_8",
+            AdaptedF32Fragments16 = "skinny_adapted_f32_fragments_16",
+            AdaptedAddFragments8 = "skinny_adapted_add_fragments_8",
+            AdaptedAddFragments16 = "skinny_adapted_add_fragments_16",
+            AdaptedGluFragments8 = "skinny_adapted_glu_fragments_8",
+            AdaptedGluFragments16 = "skinny_adapted_glu_fragments_16",
         }
         LinearSkinnyRanges {
             RangesF32Rows1 = "skinny_ranges_f32_1",
@@ -169,8 +184,7 @@ pub(super) struct SkinnyArguments {
     residual: ResidualArgument,
     ranges: i32,
     normalized: NormalizedArgument,
-    low: LowInput,
-    next: LowOutput,
+    low: LowProductsArgument,
 }
 
 /// The K range of a CTA: its first step, the number of steps, and 2^32 divided by that number, rounded up.
@@ -193,10 +207,6 @@ const FRAGMENT_MAJOR_ROWS: RangeInclusive<usize> = HALF_SM_ROWS + 1..=SKINNY_ROW
 const ACCUMULATOR_BYTES: usize = 48 << 10;
 /// Bytes of shared memory after the activations: barriers, and the factors of a norm.
 const BARRIER_BYTES: usize = 128 + WARPS * 4;
-/// Bytes of shared memory of a CTA that applies an adapter, beside its outputs and copies of factors.
-const ADAPTER_BYTES: usize = 3024;
-/// Most bytes of those copies.
-const ADAPTER_COPIES: usize = 16 << 10;
 /// Bytes of the rings of a CTA's warps in deterministic plans: three stages of two chunks.
 const RANGE_RINGS: usize = WARPS * 3 * 2 * CHUNK_BYTES;
 
@@ -215,61 +225,15 @@ pub struct SkinnyPlan {
     pub shared: usize,
     /// The ranges of K of a deterministic plan, each of them a warp's, which follow each other in a sum.
     ranges: Option<usize>,
-    /// For kernels that apply the adapter of a single row.
-    pub(super) adapted: Option<AdaptedRow>,
+    /// For kernels that apply the adapters of their rows.
+    pub(super) adapted: Option<AdaptedSkinny>,
     /// The launch for that many rows.
-    launch: Planned<SkinnyKernel>,
+    pub(super) launch: Planned<SkinnyKernel>,
     /// The launch for the rows that remain, if any.
     last: Option<Planned<SkinnyKernel>>,
 }
 
-/// How a kernel applies the adapter of its row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct AdaptedRow {
-    /// Number of parts of the row's products with A factors; `None` if the kernel computes them itself.
-    pub(super) parts: Option<usize>,
-    /// Bytes of shared memory for copies of factors.
-    pub(super) copies: usize,
-}
-
 impl SkinnyPlan {
-    /// CTAs of a launch.
-    pub(super) fn ctas(&self) -> usize {
-        self.clusters * self.split_k
-    }
-
-    /// This plan with a kernel that applies the adapter of its row, whose products with A factors it gets in `parts`. `None` if there is none.
-    pub(super) fn adapted(
-        &self,
-        hardware: &Hardware,
-        features: &[usize],
-        parts: Option<usize>,
-    ) -> Option<SkinnyPlan> {
-        let kernel = match self.launch.kernel {
-            SkinnyKernel::F32Rows1 => SkinnyKernel::AdaptedF32,
-            SkinnyKernel::AddRows1 => SkinnyKernel::AdaptedAdd,
-            SkinnyKernel::GluRows1 => SkinnyKernel::AdaptedGlu,
-            _ => return None,
-        };
-        let tiles = self.tile.counts(features).into_iter().max()?;
-        let outputs = tiles.div_ceil(self.clusters) * self.tile.features();
-        let shared = self.shared + ADAPTER_BYTES + outputs * 4;
-        let room = hardware.shared_limit.checked_sub(shared)?;
-        let copies = ADAPTER_COPIES.min(room / 16 * 16);
-        let shared = shared + copies;
-        let launch = Launch {
-            shared: shared.max(least_shared(hardware, 1)) as u32,
-            ..self.launch.launch
-        };
-        let fits = self.ctas() <= ROW_PARTS && parts.is_none_or(|parts| parts <= ROW_PARTS);
-        fits.then(|| SkinnyPlan {
-            shared,
-            adapted: Some(AdaptedRow { parts, copies }),
-            launch: launch.of(kernel),
-            ..*self
-        })
-    }
-
     /// Plans `m` rows and these matrices. `None` if a single row does not fit, or, for fragment-major rows, if not all rows fit; or if the
     /// GEMM lacks the epilogue.
     ///
@@ -306,7 +270,7 @@ impl SkinnyPlan {
                     Layout::RowMajor => rows,
                 };
                 let x = held * steps.div_ceil(split_k) * tile.step() * 2;
-                let accumulators = rows * (each + WARPS) * ACCUMULATORS * 4;
+                let accumulators = rows * (each + WARPS - 1) * ACCUMULATORS * 4;
                 // A CTA of a cluster receives as many accumulators as it has outputs.
                 let received = match split_k {
                     1 => 0,
@@ -442,13 +406,16 @@ fn first_step(steps: usize, ranges: Option<usize>, rank: usize, split_k: usize) 
 /// fills its rings while the first computes. With room for three, CTAs of the next kernel would gather where CTAs of this one have ended,
 /// and leave other multiprocessors idle. With more activation rows there is no room for a CTA of the next kernel; then two CTAs of this
 /// kernel would gather in the same way.
-fn least_shared(hardware: &Hardware, rows: usize) -> usize {
+pub(super) fn least_shared(hardware: &Hardware, rows: usize) -> usize {
     hardware.shared_limit / if rows <= 4 { 3 } else { 2 } + 1024
 }
 
 impl fmt::Display for SkinnyPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.launch)?;
+        if let Some(adapted) = &self.adapted {
+            write!(f, ", {adapted}")?;
+        }
         match &self.last {
             Some(last) => write!(f, ", {} rows each, {last}", self.rows),
             None => Ok(()),
@@ -456,37 +423,8 @@ impl fmt::Display for SkinnyPlan {
     }
 }
 
-/// Arguments of a plan's kernel for the adapter of its row; zeros without one.
-fn adapter_arguments(
-    gemm: Option<&AdaptedGemm<'_>>,
-    plan: &SkinnyPlan,
-    input: Input<'_>,
-    output: Output,
-) -> Result<(LowInput, LowOutput)> {
-    let (gemm, row) = match (gemm, plan.adapted) {
-        (Some(gemm), Some(row)) => (gemm, row),
-        (None, None) => return Ok(Default::default()),
-        _ => bail!(
-            Internal,
-            "a product with an adapter, or without, planned as {plan}"
-        ),
-    };
-    let (takes, makes) = match output {
-        Output::Add => (AdaptedInput::Inner, AdaptedInput::Residual),
-        _ => (AdaptedInput::Residual, AdaptedInput::Inner),
-    };
-    let factor = match input {
-        Input::Plain(_, factor) => factor,
-        _ => 1.0,
-    };
-    let adapter = &gemm.adapter;
-    let low = adapter.input(takes, gemm.first, row.parts, factor)?;
-    let next = adapter.output(makes, gemm.next, plan.ctas(), row.copies, gemm.later)?;
-    Ok((low, next))
-}
-
-/// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapter` is that of a
-/// single row, if the plan's kernel applies it.
+/// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapters` are those of
+/// the rows, if the plan's kernel applies them.
 pub(super) fn skinny_gemm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
@@ -497,9 +435,8 @@ pub(super) fn skinny_gemm(
     stride: usize,
     plan: &SkinnyPlan,
     next: Option<&FusedNorm<'_>>,
-    adapter: Option<&AdaptedGemm<'_>>,
+    adapters: Option<&AdaptedRows<'_>>,
 ) -> Result<()> {
-    let (low, after) = adapter_arguments(adapter, plan, input, output)?;
     let k = matrices[0].0.cols;
     // The kernels count outputs and activations in 32 bits.
     int("outputs of a product", plan.rows * stride)?;
@@ -519,6 +456,11 @@ pub(super) fn skinny_gemm(
             )
         }
     };
+    let factor = match &input {
+        Input::Plain(_, factor) | Input::FragmentMajor(_, factor) => *factor,
+        _ => 1.0,
+    };
+    let low = plan.low_products(adapters, matrices.len(), factor)?;
     let residual = match input {
         Input::Residual(row) => row.argument(m, k, output)?,
         _ => ResidualArgument::default(),
@@ -564,7 +506,6 @@ pub(super) fn skinny_gemm(
             ranges: plan.ranges.unwrap_or(1) as i32,
             normalized: normalized()?,
             low,
-            next: after,
         };
         let planned = match &plan.last {
             Some(last) if rows < plan.rows => last,

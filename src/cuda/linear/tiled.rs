@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::adapted_rows::{AdaptedRows, AdapterDivision};
 use super::hardware::Hardware;
 use super::input::Input;
 use super::matrix::{Biased, CHUNK_K, MatrixShape, matrix_arguments};
@@ -11,7 +12,6 @@ use super::tiled_adapted::AdaptedTiling;
 use super::tiles::{MOST_SPLIT_K, TileKernel, TileVariant, TiledArguments, Tiles};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::adapted_rows::{AdaptedRows, AdapterDivision};
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use crate::cuda::kernel::kernels;
 

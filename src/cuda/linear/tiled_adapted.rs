@@ -2,11 +2,11 @@
 
 use std::fmt;
 
+use super::adapted_rows::{AdaptedRows, AdaptedRowsArgument, AdapterDivision, PARTS};
 use super::hardware::Hardware;
 use super::matrix::MatrixShape;
 use super::tiles::{TileKernel, TiledArguments, Tiles};
 use crate::base::Result;
-use crate::cuda::adapted_rows::{AdaptedRows, AdaptedRowsArgument, AdapterDivision, PARTS};
 use crate::cuda::driver::{Gpu, Launch, Planned};
 use crate::cuda::kernel::kernels;
 

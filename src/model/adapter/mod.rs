@@ -10,5 +10,5 @@ mod read;
 
 pub use loaded::Adapter;
 pub(super) use loaded::ModelKey;
-pub(super) use places::{AdaptedPart, Adapts, PLACES};
+pub(super) use places::{AdaptedPart, Adapts};
 pub(super) use read::read;

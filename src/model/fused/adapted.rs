@@ -1,6 +1,6 @@
 //! Launches of the kernels that apply adapters in a pass, beside its GEMMs.
 
-use super::lowered::{Lowered, attention_units};
+use super::lowered::Lowered;
 use super::operands::{biased, matrix};
 use super::pass::FusedPass;
 use super::plan::{self, Norm, Normed, PlannedKernel, Rows};
@@ -9,11 +9,10 @@ use super::row_adapters::{AdaptedPass, AdapterMemory};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::cuda::{
-    self, AdaptedGateUp, AdaptedGemm, AdaptedGroup, AdaptedOutputs, Biased, DeviceBuffer,
-    FusedNorm, GemmPlan, Input, Layout, Output, RowProjections,
+    self, AdaptedGateUp, AdaptedGroup, AdaptedOutputs, Biased, DeviceBuffer, FusedNorm, GemmPlan,
+    Input, Layout, NextProjections, Output,
 };
-use crate::model::adapter::{self, AdaptedPart};
-use crate::model::order::Half;
+use crate::model::adapter::AdaptedPart;
 use crate::model::spec::MixerSpec;
 
 impl<'a> FusedPass<'a> {
@@ -30,13 +29,8 @@ impl<'a> FusedPass<'a> {
         } = self.lowered;
         let (own, rows) = (model.own_blocks(), self.rows);
         if let Some(adapted) = self.adapted {
-            let steps = match (kind, rows) {
-                (Rows::Step, 1) => self.plan_of_row(adapted.rank)?,
-                _ => {
-                    let which = (adapted.adapts, adapted.division());
-                    plan::adapted::of_rows(model, own.clone(), rows, kind, which, hardware)?
-                }
-            };
+            let which = (adapted.adapts, adapted.division());
+            let steps = plan::adapted::of_rows(model, own.clone(), rows, kind, which, hardware)?;
             if let Some(steps) = steps {
                 return Ok(steps);
             }
@@ -44,24 +38,7 @@ impl<'a> FusedPass<'a> {
         plan::plan(model, own, rows, kind, self.adapts(), hardware)
     }
 
-    /// The plan of a step of one row with an adapter of this rank, if its kernels can apply that themselves.
-    fn plan_of_row(&self, rank: usize) -> Result<Option<Vec<PlannedKernel>>> {
-        if rank > cuda::ROW_RANK {
-            return Ok(None);
-        }
-        let (source, kv) = (self.source, self.source.kv.kind());
-        let heads = |index: usize| {
-            let attention = source.spec.blocks[index].attention()?;
-            let [unit, ..] = attention_units(source.spec, attention, kv);
-            cuda::has_adapted_decode(unit).then_some(attention.heads)
-        };
-        let Lowered {
-            model, hardware, ..
-        } = self.lowered;
-        plan::adapted::of_row(model, model.own_blocks(), heads, hardware)
-    }
-
-    /// The GEMM of a part. It adds the products of the rows' adapters if it was planned for that.
+    /// The GEMM of a part, before a norm if one is fused into it. It adds the products of the rows' adapters if it was planned for that.
     pub(super) fn linear_of(
         &self,
         (index, part): (usize, AdaptedPart),
@@ -70,18 +47,44 @@ impl<'a> FusedPass<'a> {
         matrices: &[Biased<'_>],
         output: Output,
         (out, stride): (&DeviceBuffer, usize),
+        norm: Option<&FusedNorm<'_>>,
     ) -> Result<()> {
         if !gemm.is_for_adapted_rows() {
-            return self.linear(gemm, input, matrices, output, out, stride);
+            return match norm {
+                Some(norm) => gemm.enqueue_before_norm(&self.lowered.gpu, input, matrices[0], norm),
+                None => self.linear(gemm, input, matrices, output, out, stride),
+            };
         }
         let (group, _) = self.group(index, part)?;
         let (gpu, scratch, rows) = (
             &self.lowered.gpu,
             &self.memory.linear,
-            group.rows(matrices.len())?,
+            group.rows(matrices.len(), self.projections_after(index, part)?)?,
         );
         let to = (out, stride);
-        gemm.enqueue_for_adapted_rows(gpu, input, matrices, output, to, scratch, &rows)
+        gemm.enqueue_for_adapted_rows(gpu, input, matrices, output, to, scratch, norm, &rows)
+    }
+
+    /// The projections that products with adapters take after a part: those of the next one, or of the first block in the next pass.
+    fn projections_after(&self, index: usize, part: AdaptedPart) -> Result<NextProjections> {
+        let own = self.lowered.model.own_blocks();
+        let (index, part) = match part {
+            AdaptedPart::MixerInputs => (index, AdaptedPart::MixerOutput),
+            AdaptedPart::MixerOutput => (index, AdaptedPart::MlpInputs),
+            AdaptedPart::MlpInputs => (index, AdaptedPart::MlpOutput),
+            _ if index + 1 == own.end => (own.start, AdaptedPart::MixerInputs),
+            _ => (index + 1, AdaptedPart::MixerInputs),
+        };
+        let (group, all) = self.group(index, part)?;
+        let mut next = NextProjections {
+            first: group.first,
+            k: group.k,
+            ..NextProjections::default()
+        };
+        for (to, n) in next.features.iter_mut().zip(all) {
+            *to = n;
+        }
+        Ok(next)
     }
 
     /// The group of a part, and the output features of its projections.
@@ -101,81 +104,6 @@ impl<'a> FusedPass<'a> {
             k: matrix(first)?.cols(),
         };
         Ok((group, projections.iter().map(|p| p.linear.rows()).collect()))
-    }
-
-    /// The projections of a part by their numbers in the tables of adapters.
-    fn row_projections(&self, index: usize, part: AdaptedPart) -> Result<RowProjections> {
-        let (block, _) = self.source.block(index)?;
-        Ok(RowProjections {
-            first: part.first_place(index, block),
-            count: part.projections(block).len(),
-        })
-    }
-
-    /// The adapter of the GEMM of a part, in a pass of one row whose kernels apply it, and of the part that takes its outputs.
-    pub(super) fn gemm_adapter(
-        &self,
-        index: usize,
-        part: AdaptedPart,
-        next: Option<(usize, AdaptedPart)>,
-    ) -> Result<AdaptedGemm<'a>> {
-        let (pass, memory) = self.adapter_memory()?;
-        let next = next.map(|(index, part)| self.row_projections(index, part));
-        Ok(AdaptedGemm {
-            adapter: memory.scratch.of_row(pass.rank),
-            first: self.row_projections(index, part)?.first,
-            next: next.transpose()?,
-            later: (part == AdaptedPart::MixerInputs).then(|| {
-                let first = (index + 1) * adapter::PLACES;
-                let is_last = index + 1 == self.lowered.model.own_blocks().end;
-                let count = if is_last { 0 } else { adapter::PLACES };
-                RowProjections { first, count }
-            }),
-        })
-    }
-
-    /// The projection that ends a half, before `norm`, with the row's adapter.
-    pub(super) fn project_adapted(
-        &self,
-        index: usize,
-        half: Half,
-        input: Input<'_>,
-        matrix: Biased<'_>,
-        (norm, fused): (Norm, &FusedNorm<'_>),
-        gemm: &GemmPlan,
-    ) -> Result<()> {
-        let next = match norm {
-            Norm::Mixer(next) => Some((next, AdaptedPart::MixerInputs)),
-            Norm::Mlp(next) => Some((next, AdaptedPart::MlpInputs)),
-            Norm::Head => None,
-            Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) => {
-                bail!(Internal, "a row with an adapter before the {norm} norm")
-            }
-        };
-        let adapter = self.gemm_adapter(index, plan::output_of(half), next)?;
-        let to = (&self.memory.residual, self.lowered.sizes.hidden);
-        let (gpu, add) = (&self.lowered.gpu, Output::Add);
-        gemm.enqueue_adapted(gpu, input, &[matrix], add, to, Some(fused), &adapter)
-    }
-
-    /// Attention of one token of one sequence, whose output is multiplied by an A factor too.
-    pub(super) fn decode_adapted(&self, index: usize) -> Result<()> {
-        let (lowered, memory) = (self.lowered, self.memory);
-        let (pass, adapters) = self.adapter_memory()?;
-        let (_, spec) = self.source.block(index)?;
-        let spec = spec.required_attention()?;
-        cuda::decode_adapted(
-            &lowered.gpu,
-            &lowered.heads(self.source, index, self.long)?,
-            &self.cached_pages(index, 0)?,
-            &memory.projected,
-            &memory.positions,
-            self.attention.splits[lowered.sizes.attention_index(spec)],
-            &memory.splits,
-            &memory.input,
-            &adapters.scratch.of_row(pass.rank),
-            self.row_projections(index, AdaptedPart::MixerOutput)?,
-        )
     }
 
     pub(super) fn shrink(&self, index: usize, part: AdaptedPart, layout: Layout) -> Result<()> {

@@ -115,20 +115,9 @@ impl<'a> FusedPass<'a> {
                 let spec = self.spec(index)?.required_attention()?;
                 let (input, width) = (self.input(input)?, spec.projected_width());
                 let (output, out) = (Output::F32, &memory.projected);
-                match gemm.adapted_parts() {
-                    Some(_) => {
-                        // The kernel of attention follows, which multiplies what it makes of the outputs.
-                        let adapter = self.gemm_adapter(index, AdaptedPart::MixerInputs, None)?;
-                        let (gpu, to) = (&lowered.gpu, (out, width));
-                        gemm.enqueue_adapted(gpu, input, &matrices, output, to, None, &adapter)
-                    }
-                    None => {
-                        let part = (index, AdaptedPart::MixerInputs);
-                        self.linear_of(part, gemm, input, &matrices, output, (out, width))
-                    }
-                }
+                let part = (index, AdaptedPart::MixerInputs);
+                self.linear_of(part, gemm, input, &matrices, output, (out, width), None)
             }
-            Kernel::DecodeAdapted => self.decode_adapted(index),
             Kernel::Decode { .. }
             | Kernel::StoreRows { .. }
             | Kernel::DecodeStored { .. }
@@ -172,16 +161,8 @@ impl<'a> FusedPass<'a> {
                     true => {
                         let glu = plan::glu(spec.activation, lowered.glu_divisors[index])?;
                         let (output, out) = (input.layout().glu(glu), &memory.inner);
-                        if gemm.adapted_parts().is_some() {
-                            let next = Some((index, AdaptedPart::MlpOutput));
-                            let adapter = self.gemm_adapter(index, AdaptedPart::MlpInputs, next)?;
-                            let (gpu, to) = (&lowered.gpu, (out, wide));
-                            return gemm.enqueue_adapted(
-                                gpu, input, &matrices, output, to, None, &adapter,
-                            );
-                        }
                         let part = (index, AdaptedPart::MlpInputs);
-                        self.linear_of(part, gemm, input, &matrices, output, (out, wide))
+                        self.linear_of(part, gemm, input, &matrices, output, (out, wide), None)
                     }
                     false => {
                         let out = &memory.projected;
@@ -509,20 +490,17 @@ impl<'a> FusedPass<'a> {
             }
         };
         let (matrix, hidden) = (biased(weight)?, self.lowered.sizes.hidden);
+        let norm = match then {
+            Then::AddAndNorm(norm) => Some(self.fused_norm(norm)?),
+            _ => None,
+        };
         let (output, out) = match then {
-            Then::Add => (Output::Add, &memory.residual),
-            Then::AddAndNorm(norm) => {
-                let fused = self.fused_norm(norm)?;
-                if gemm.adapted_parts().is_some() {
-                    return self.project_adapted(index, half, input, matrix, (norm, &fused), gemm);
-                }
-                return gemm.enqueue_before_norm(&self.lowered.gpu, input, matrix, &fused);
-            }
+            Then::Add | Then::AddAndNorm(_) => (Output::Add, &memory.residual),
             Then::Store => (Output::F32, &memory.projected),
             Then::StoreRow => (Output::F32, &memory.half),
         };
-        let part = (index, plan::output_of(half));
-        self.linear_of(part, gemm, input, &[matrix], output, (out, hidden))
+        let (part, to) = ((index, plan::output_of(half)), (out, hidden));
+        self.linear_of(part, gemm, input, &[matrix], output, to, norm.as_ref())
     }
 
     fn post_norm(

@@ -99,8 +99,6 @@ pub(super) enum Kernel {
     Qkv { input: Normed, gemm: GemmPlan },
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
-    /// As [`Kernel::Decode`] to rows, for one token of one sequence, and multiplies the output by the A factor of the projection that takes it.
-    DecodeAdapted,
     /// Normalizes and rotates keys, and stores keys and values, for a row of each of several sequences, or for several rows of each whose
     /// blocks are listed for each row. With `before`, at the position before each row's.
     StoreRows { before: bool },

@@ -648,71 +648,114 @@ struct Adapter {
     }
 };
 
-// The adapter of a row around a fused norm, as in check_fused_norm(): the first product takes A x in parts and leaves those of the second,
-// which takes them. Without `parts` the first multiplies its input itself. `copies` bytes are for factors.
-static void check_adapted(int k, int width, double factor, Output output, Launched makes, Launched takes, std::initializer_list<int> ranks, int shift, int parts,
-                          int copies) {
+// The rows of adapters, -1 for none, in tiles. The last tile is unused, as a recorded pass has them.
+static std::vector<adapter::RowTile> tiles_of(int m, const std::vector<Adapter>& adapters, const std::function<int(int)>& of_row) {
+    std::vector<adapter::RowTile> tiles;
+    for (int which = -1; which < (int)adapters.size(); which++) {
+        int count = adapter::TILE_ROWS;
+        for (int row = 0; row < m; row++) {
+            if (of_row(row) != which) continue;
+            if (count == adapter::TILE_ROWS) tiles.push_back({which < 0 ? nullptr : adapters[which].table.data(), 0, {}, 0}), count = 0;
+            tiles.back().row[count++] = row, tiles.back().rows = count;
+        }
+    }
+    tiles.push_back({});
+    return tiles;
+}
+
+// Adapters of some projections after FIRST others, with inputs of `k` elements: each has the ranks of `ranks`, one for each matrix. The types
+// of factors differ between adapters.
+static const int FIRST = 1;
+static std::vector<Adapter> adapters_of(const Set& set, int k, const std::vector<std::vector<int>>& ranks) {
+    std::vector<Adapter> adapters(ranks.size());
+    for (size_t i = 0; i < ranks.size(); i++) {
+        for (int p = 0; p < FIRST; p++) adapters[i].add(0, k, 8);
+        for (size_t p = 0; p < set.weights.size(); p++) {
+            int type = (i + p) % 3;
+            adapters[i].add(ranks[i][p], k, set.weights[p]->rows, type, (type + 1 + i) % 3);
+        }
+    }
+    return adapters;
+}
+static int log2_of(int x) { return 31 - __builtin_clz(x); }
+// A power of two.
+static int largest_rank(const std::vector<std::vector<int>>& ranks) {
+    int largest = 16;
+    for (auto& each : ranks) {
+        for (int rank : each) while (largest < rank) largest *= 2;
+    }
+    return largest;
+}
+
+// Rows of the skinny GEMM with adapters: that of row r is of_row(r), or -1. K is in `parts`, and `copies` bytes are for factors. With `told`
+// they are rows of a fused norm, as in check_fused_norm(), whose previous factors are so many times as large as those of the rows.
+static void check_adapted_skinny(const char* name, void (*kernel)(skinny::Arguments), int m, std::initializer_list<int> outputs, int k, Output output, Launched by,
+                                 std::vector<std::vector<int>> ranks, const std::function<int(int)>& of_row, int parts, int copies, double told = 0) {
     char what[128];
-    snprintf(what, sizeof what, "an adapter around a norm of %d, in %d parts of 2^%d, with %g of its factor, %d bytes", width, parts, shift, factor, copies);
-    Set first({width}, k), second(is_glu(output) ? std::initializer_list<int>{40, 40} : std::initializer_list<int>{40, 24, 9}, width);
-    Activations x(1, k);
-    Adapter own;
-    own.add(0, 16, 8);
-    const int *rank = ranks.begin(), count = second.weights.size();
-    own.add(rank[0], k, width);
-    for (int i = 0; i < count; i++) own.add(rank[1 + i], width, second.weights[i]->rows);
-    if (is_glu(output)) own.add(rank[0], second.weights[0]->rows, 8);
-    Memory residual = before(1, width, width, ADD), rows(width * 2), low((size_t)(parts << shift) * 4 + 4);
-    std::vector<double> divided(k);
-    for (int i = 0; i < k; i++) divided[i] = 4 * x.values[i];
-    for (int part = 0; part < parts; part++) {
-        for (int r = 0; r < rank[0]; r++) ((float*)low.data())[(part << shift) + r] = part == 0 ? 0 : (float)(own.low(1, r, x.values.data(), k) / (parts - 1));
+    snprintf(what, sizeof what, "%s, %d adapters of %d rows, K = %d in %d parts, %d copies, %g of a factor", name, (int)ranks.size(), m, k, parts, copies, told);
+    bool is_fragment_major = by.input == skinny::FRAGMENT_MAJOR, has_norm = told > 0;
+    float factor = has_norm ? 1 : 4;
+    Set set(outputs, k);
+    Activations x(m, k);
+    std::vector<float> stream, weight(k), squares, factors, left(m, NAN);
+    int tiles = k / 16;
+    std::vector<double> rows = x.values;
+    Memory halves(m * k * 2), fragment_major(fragment_major_bytes(m, k));
+    memcpy(halves.data(), x.halves.data(), m * k * 2);
+    for (int i = 0; has_norm && i < m; i++) {
+        if (i == 0) for (float& w : weight) w = (float)(noise() % 1000) * 1e-3f;
+        double sum = 0;
+        for (int j = 0; j < k; j++) stream.push_back((float)x.values[i * k + j] * 3), sum += (double)stream.back() * stream.back();
+        double right = 1 / std::sqrt(sum / k + 1e-6);
+        factors.push_back((float)(right * (i % 3 == 1 ? 1 : told)));
+        for (int j = 0; j < k; j++) {
+            float y = stream[i * k + j], scaled = y * factors[i] * weight[j];
+            if (j % 16 == 0) squares.push_back(0);
+            squares.back() += std::fabs(scaled) <= 65504.0f ? y * y : INFINITY;
+            ((u16*)halves.data())[i * k + j] = to_f16(scaled);
+            rows[i * k + j] = y * right * weight[j];
+        }
     }
-    std::vector<double> want;
-    std::vector<float> weight;
-    double squares = 0;
-    for (int j = 0; j < width; j++) {
-        weight.push_back((float)(noise() % 1000) * 1e-3f);
-        want.push_back(((float*)residual.data())[j] + first.result(j, x.values.data(), ADD) + own.product(1, j, divided.data(), k));
-        squares += want.back() * want.back();
-    }
-    float right = (float)(1 / std::sqrt(squares / width + 1e-6)), told = (float)(right * factor), left = NAN;
-    int tiles = width / 8, made = makes.clusters * makes.split_k;
-    Memory sums(tiles * 4), handed((size_t)(count * made << shift) * 4);
-    skinny::Arguments a = arguments_of(first, x.halves, 1, k, ADD, residual, width, makes);
-    a.norm = {weight.data(), (float*)sums.data(), &told, tiles, (u16*)rows.data(), nullptr, nullptr, 0};
-    a.low = {parts > 0 ? (const float*)low.data() : nullptr, 1, parts, 4};
-    a.next = {&own.start, (float*)handed.data(), 2, count, made, shift, copies, 3, 2};
-    launch_skinny([](skinny::Arguments a) { skinny::skinny_adapted_add(a); }, a, makes);
-    rows.check(what), sums.check(what), residual.check(what), handed.check(what);
-    for (int i = 0; i < width; i++) {
-        double got = ((float*)residual.data())[i];
-        if (!(std::fabs(got - want[i]) <= 1e-4 * (1 + std::fabs(want[i])))) wrong(what, 0, i, got, want[i]);
-    }
-    int features = is_glu(output) ? second.weights[0]->rows : second.features, stride = features + 2, taken = takes.clusters * takes.split_k;
-    Memory out = before(1, stride, features, output), last((size_t)(taken << shift) * 4);
-    a = arguments_of(second, rows, 1, width, output, out, stride, takes);
-    a.norm = {weight.data(), (float*)sums.data(), &told, tiles, nullptr, &left, (const float*)residual.data(), 1e-6f};
-    a.low = {(const float*)handed.data(), 2, made, 1};
-    a.next = {&own.start, (float*)last.data(), 2 + count, is_glu(output) ? 1 : 0, taken, shift, copies, 0, 0};
-    launch_skinny([](skinny::Arguments a) { a.out_scale == 1 / 16.0f && a.next.count > 0 ? skinny::skinny_adapted_glu(a) : skinny::skinny_adapted_f32(a); }, a, takes);
-    std::vector<double> normed;
-    for (int i = 0; i < width; i++) normed.push_back(((float*)residual.data())[i] * right * weight[i]);
-    auto with_adapter = [&](int feature) {
-        int index = 0, row = feature;
-        while (row >= second.weights[index]->rows) row -= second.weights[index++]->rows;
-        return second.product(feature, normed.data(), true) + own.product(2 + index, row, normed.data(), width);
-    };
-    compare(what, out, 1, features, stride, output, 4e-3, [&](int, int j) {
-        return is_glu(output) ? second.unit(with_adapter(j), with_adapter(features + j)) : with_adapter(j);
-    });
-    if (!is_glu(output)) return;
-    std::vector<double> inner;
-    for (int i = 0; i < features; i++) inner.push_back(f16_to_float(((u16*)out.data())[i]));
-    for (int r = 0; r < rank[0]; r++) {
-        double sum = 0, exact = own.low(2 + count, r, inner.data(), features);
-        for (int part = 0; part < taken; part++) sum += ((float*)last.data())[(part << shift) + r];
-        if (!(std::fabs(sum - exact) <= 1e-3 * (1 + std::fabs(exact)))) wrong(what, 0, r, sum, exact);
+    if (is_fragment_major) to_fragment_major(halves, m, k, fragment_major);
+    std::vector<Adapter> adapters = adapters_of(set, k, ranks);
+    std::vector<adapter::RowTile> of_rows = tiles_of(m, adapters, of_row);
+    if ((int)of_rows.size() > m) of_rows.pop_back();
+    int matrices = set.weights.size(), features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, largest = largest_rank(ranks);
+    Memory values((size_t)matrices * m * parts * largest * 4), taken(80 * 16);
+    for (size_t i = 0; i < values.bytes / 4; i++) ((u32*)values.data())[i] = skinny::PENDING;
+    int applied = next_activation();
+    // Blocks run one after the other: the first ones wait in vain for others, and only the second time all numbers of A x are there.
+    for (int turn = 0; turn < 2; turn++) {
+        Memory out = before(m, stride, features, output), fragment_major_out(fragment_major_bytes(m, features));
+        std::vector<double> old;
+        for (int i = 0; i < m * stride; i++) {
+            old.push_back(i % 7);
+            if (output == ADD && i % stride < features) ((float*)out.data())[i] = (float)old[i];
+            if (output != ADD) old[i] = 0;
+        }
+        Memory& to = output == GLU_FRAGMENT_MAJOR ? fragment_major_out : out;
+        skinny::Arguments a = arguments_of(set, is_fragment_major ? fragment_major : halves, m, k, output, to, stride, by);
+        a.activation = activation = applied;
+        if (has_norm) a.norm = {weight.data(), squares.data(), factors.data(), tiles, nullptr, left.data(), stream.data(), 1e-6f};
+        a.low = {of_rows.data(), (float*)values.data(), (uint4*)taken.data(), 80, (int)of_rows.size(), matrices, log2_of(largest), log2_of(parts), FIRST, factor, copies, {FIRST, 1, k, {7}}};
+        launch_skinny(kernel, a, by);
+        values.check(what), taken.check(what);
+        for (int i = 0; i < 320; i++) {
+            if (((u32*)taken.data())[i] != skinny::PENDING) wrong(what, turn, i, ((u32*)taken.data())[i], skinny::PENDING);
+        }
+        if (turn == 0) continue;
+        if (output == GLU_FRAGMENT_MAJOR) to_row_major(what, fragment_major_out, m, features, out);
+        auto with_adapter = [&](int i, int feature) {
+            const double* row = &rows[(size_t)i * k];
+            int index = 0, line = feature;
+            while (line >= set.weights[index]->rows) line -= set.weights[index++]->rows;
+            double added = of_row(i) < 0 ? 0 : factor * adapters[of_row(i)].product(FIRST + index, line, row, k);
+            return set.product(feature, row, true) + added;
+        };
+        compare(what, out, m, features, stride, output, has_norm ? 4e-3 : 2e-5, [&](int i, int j) {
+            double gate = with_adapter(i, j);
+            return old[i * stride + j] + (is_glu(output) ? set.unit(gate, with_adapter(i, features + j)) : gate);
+        });
     }
 }
 
@@ -720,36 +763,15 @@ static void check_adapted(int k, int width, double factor, Output output, Launch
 // Rows of wide tiles by adapter: that of row r is of_row(r), or -1. Each adapter has the ranks of `ranks`, one for each matrix.
 static void check_adapted_rows(int columns, int m, std::initializer_list<int> outputs, int k, int split_k, Output output,
                                std::vector<std::vector<int>> ranks, const std::function<int(int)>& of_row) {
-    const int FIRST = 1;
     const float FACTOR = 4;
     char what[128];
     snprintf(what, sizeof what, "%d adapters of %d rows, K = %d, %d splits, output %d", (int)ranks.size(), m, k, split_k, output);
     Set set(outputs, k);
     Activations x(m, k);
-    int matrices = set.weights.size(), features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, most = 0, tiles = 0;
-    std::vector<Adapter> adapters(ranks.size());
-    for (size_t i = 0; i < ranks.size(); i++) {
-        for (int p = 0; p < FIRST; p++) adapters[i].add(0, k, 8);
-        for (int p = 0; p < matrices; p++) {
-            // The types of factors differ between adapters.
-            int type = (i + p) % 3;
-            adapters[i].add(ranks[i][p], k, set.weights[p]->rows, type, (type + 1 + i) % 3);
-            most = std::max(most, ranks[i][p]);
-        }
-    }
-    int largest = 16;
-    while (largest < most) largest *= 2;
-    // The last tile is unused, as a recorded pass has them.
-    std::vector<adapter::RowTile> of_rows;
-    for (int which = -1; which < (int)adapters.size(); which++) {
-        int count = adapter::TILE_ROWS;
-        for (int row = 0; row < m; row++) {
-            if (of_row(row) != which) continue;
-            if (count == adapter::TILE_ROWS) of_rows.push_back({which < 0 ? nullptr : adapters[which].table.data(), 0, {}, 0}), count = 0;
-            of_rows.back().row[count++] = row, of_rows.back().rows = count;
-        }
-    }
-    of_rows.push_back({});
+    int matrices = set.weights.size(), features = is_glu(output) ? set.weights[0]->rows : set.features, stride = features + 2, tiles = 0;
+    std::vector<Adapter> adapters = adapters_of(set, k, ranks);
+    std::vector<adapter::RowTile> of_rows = tiles_of(m, adapters, of_row);
+    int largest = largest_rank(ranks);
     Memory fragment_major(fragment_major_bytes(m, k)), low((size_t)matrices * m * wide::PARTS * largest * 4);
     to_fragment_major(x.halves, m, k, fragment_major);
     u32 counter = 0;
@@ -956,23 +978,12 @@ int main() {
         check_fused_norm(add4, f4, 3, 272, 320, factor, F32, split, split);
         check_fused_norm(add4, glu8, 4, 272, 64, factor, GLU, split, pair);
     }
-    for (double factor : {1.0, 1e5, 1e-5}) {
-        Launched split = {skinny::ROW_MAJOR, skinny::DEEP, 3, 1}, pair = {skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1};
-        check_adapted(656, 192, factor, F32, split, split, {16, 16, 0, 16}, 4, 33, 1 << 14);
-        check_adapted(656, 192, factor, F32, split, {skinny::ROW_MAJOR, skinny::DEEP, 2, 1}, {32, 48, 16, 64}, 6, 132, 0);
-        check_adapted(272, 832, factor, GLU, split, pair, {16, 16, 16}, 4, 132, 1 << 14);
-        check_adapted(272, 192, factor, GLU, split, pair, {32, 16, 32}, 5, 256, 4000);
-        check_adapted(272, 192, factor, GLU, split, pair, {16, 0, 16}, 4, 0, 0);
-    }
     auto f_residual = [](skinny::Arguments a) { skinny::skinny_f32_residual_1(a); };
     auto glu_residual = [](skinny::Arguments a) { skinny::skinny_glu_residual_1(a); };
     check_residual(f_residual, 656, F32, {skinny::RESIDUAL, skinny::DEEP, 3, 1});
     check_residual(f_residual, 4096, F32, {skinny::RESIDUAL, skinny::DEEP, 2, 1});
     check_residual(glu_residual, 272, GLU, {skinny::RESIDUAL, skinny::GATE_UP, 2, 1});
 #if __CUDA_ARCH__ >= 900
-    Launched halves = {skinny::ROW_MAJOR, skinny::DEEP, 3, 2};
-    check_adapted(656, 704, 1, F32, halves, halves, {16, 16, 16, 16}, 4, 132, 1 << 14);
-    check_adapted(656, 576, 1e5, GLU, halves, {skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1}, {16, 16, 16}, 4, 20, 1 << 14);
     check_residual(f_residual, 656, F32, {skinny::RESIDUAL, skinny::DEEP, 3, 2});
     check_residual(f_residual, 4096, F32, {skinny::RESIDUAL, skinny::DEEP, 2, 2});
     check_skinny("f32_1", f1, 1, {40, 24, 9}, 656, F32, skinny::ROW_MAJOR, 3, 2, skinny::DEEP);
@@ -1029,8 +1040,37 @@ int main() {
     check_f32_products(64, 130, 592, 3);
     check_f32_products(70, 20, 2064, 8);
 #endif
-#if HAS_WGMMA
     auto mixed = [](int row) { return row % 3 - 1; };
+    auto only = [](int) { return 0; };
+#define ADAPTED(NAME) #NAME, [](skinny::Arguments a) { skinny::skinny_adapted_##NAME(a); }
+    for (double told : {0.0, 1.0, 1e5, 1e-5}) {
+        Launched deep = {skinny::ROW_MAJOR, skinny::DEEP, 3, 1}, pair = {skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1}, tall = {skinny::ROW_MAJOR, skinny::TALL, 2, 1};
+        check_adapted_skinny(ADAPTED(f32_1), 1, {40, 24, 9}, 704, F32, deep, {{16, 0, 32}}, only, 2, 1 << 14, told);
+        check_adapted_skinny(ADAPTED(glu_1), 1, {40, 40}, 3136, GLU, pair, {{16, 16}}, only, 4, 1 << 16, told);
+        check_adapted_skinny(ADAPTED(f32_4), 3, {40, 24}, 320, F32, deep, {{16, 16}, {32, 16}}, mixed, 1, 1 << 14, told);
+        check_adapted_skinny(ADAPTED(glu_8), 5, {40, 40}, 448, GLU, pair, {{32, 16}, {0, 16}}, mixed, 4, 0, told);
+        check_adapted_skinny(ADAPTED(glu_16), 13, {20, 20}, 144, GLU, {skinny::ROW_MAJOR, skinny::GATE_UP, 1, 1}, {{16, 16}, {16, 48}}, mixed, 2, 1 << 16, 0);
+        check_adapted_skinny(ADAPTED(f32_8), 8, {40, 20}, 400, F32, tall, {{64, 16}}, only, 2, 1 << 15, 0);
+    }
+    check_adapted_skinny(ADAPTED(add_1), 1, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}}, only, 4, 1 << 14);
+    check_adapted_skinny(ADAPTED(add_4), 4, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}, {16}, {32}}, [](int row) { return row % 3; }, 2, 3000);
+    check_adapted_skinny(ADAPTED(add_8), 5, {23}, 2320, ADD, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {16}}, mixed, 1, 1 << 15);
+    check_adapted_skinny(ADAPTED(f32_16), 13, {72}, 272, F32, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {64}}, mixed, 4, 1 << 15);
+    check_adapted_skinny(ADAPTED(add_16), 16, {40}, 272, ADD, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, std::vector<std::vector<int>>(16, {16}), [](int row) { return row; }, 2, 0);
+#if __CUDA_ARCH__ >= 900
+    check_adapted_skinny(ADAPTED(add_1), 1, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 2}, {{16}}, only, 4, 1 << 14);
+    check_adapted_skinny(ADAPTED(f32_1), 1, {40, 24, 9}, 656, F32, {skinny::ROW_MAJOR, skinny::DEEP, 3, 2}, {{16, 16, 16}}, only, 2, 1 << 14);
+    for (double told : {0.0, 1.0, 1e5}) {
+        Launched tall = {skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 1}, pair = {skinny::FRAGMENT_MAJOR, skinny::GATE_UP, 2, 1};
+        check_adapted_skinny(ADAPTED(f32_fragments_8), 7, {40, 24, 9}, 704, F32, tall, {{16, 0, 32}, {32, 16, 16}}, mixed, 2, 1 << 15, told);
+        check_adapted_skinny(ADAPTED(glu_fragments_8), 8, {40, 40}, 320, GLU_FRAGMENT_MAJOR, pair, {{16, 16}, {16, 32}}, mixed, 4, 1 << 16, told);
+        check_adapted_skinny(ADAPTED(f32_fragments_16), 13, {40, 24}, 1344, F32, tall, {{16, 16}}, [](int row) { return row == 4 ? -1 : 0; }, 2, 1 << 15, told);
+        check_adapted_skinny(ADAPTED(glu_fragments_16), 16, {20, 20}, 192, GLU_FRAGMENT_MAJOR, pair, {{16, 16}}, only, 4, 1 << 16, told);
+    }
+    check_adapted_skinny(ADAPTED(add_fragments_8), 6, {50}, 2064, ADD, {skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 2}, {{16}, {48}}, mixed, 4, 1 << 14);
+    check_adapted_skinny(ADAPTED(add_fragments_16), 16, {40}, 1040, ADD, {skinny::FRAGMENT_MAJOR, skinny::TALL, 1, 2}, {{16}, {16}}, mixed, 2, 0);
+#endif
+#if HAS_WGMMA
     check_adapted_rows(32, 17, {200, 24}, 272, 1, F32, {{16, 48}, {32, 16}}, mixed);
     check_adapted_rows(32, 24, {48, 48}, 400, 1, GLU_FRAGMENT_MAJOR, {{16, 48}, {32, 0}}, mixed);
     check_adapted_rows(64, 40, {72}, 1040, 3, ADD, {{16}}, [](int) { return 0; });

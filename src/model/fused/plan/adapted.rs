@@ -2,59 +2,11 @@
 
 use std::ops::Range;
 
-use super::{Kernel, Norm, PlannedKernel, Rows, Then, output_of, plan};
+use super::{Kernel, PlannedKernel, Rows, Then, output_of, plan};
 use crate::base::Result;
-use crate::cuda::{AdapterDivision, GemmPlan, Hardware, Layout};
+use crate::cuda::{AdapterDivision, GemmPlan, Hardware, SharingTurn};
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::fused::shapes::ModelShape;
-use crate::model::order::Half;
-
-/// The kernels that take a row with an adapter through the blocks `own`, with its logits at the end, where `heads` says how many heads a
-/// block's attention has. `None` if a kernel of the plan without adapters cannot apply one.
-pub(in crate::model::fused) fn of_row(
-    model: &ModelShape,
-    own: Range<usize>,
-    heads: impl Fn(usize) -> Option<usize>,
-    hardware: &Hardware,
-) -> Result<Option<Vec<PlannedKernel>>> {
-    let mut steps = plan(model, own, 1, Rows::Step, Adapts::NOTHING, hardware)?;
-    // The parts in which the last kernel left the products of its row with A factors.
-    let mut parts = None;
-    for (i, step) in steps.iter_mut().enumerate() {
-        let adapted = match &mut step.kernel {
-            Kernel::Normalize {
-                norm: Norm::Mixer(_),
-                ..
-            } if i == 0 => continue,
-            Kernel::Head { .. } => continue,
-            Kernel::Decode {
-                layout: Layout::RowMajor,
-            } => {
-                step.kernel = Kernel::DecodeAdapted;
-                parts = heads(step.block);
-                parts.map(|_| ())
-            }
-            Kernel::Qkv { gemm, .. }
-            | Kernel::GateUp {
-                fused: true, gemm, ..
-            }
-            | Kernel::Project {
-                half: Half::Mixer | Half::Mlp,
-                layout: Layout::RowMajor,
-                then: Then::AddAndNorm(Norm::Mixer(_) | Norm::Mlp(_) | Norm::Head),
-                gemm,
-            } => gemm.adapted(hardware, parts).map(|adapted| {
-                parts = adapted.adapted_parts();
-                *gemm = adapted;
-            }),
-            _ => None,
-        };
-        if adapted.is_none() {
-            return Ok(None);
-        }
-    }
-    Ok(Some(steps))
-}
 
 /// The kernels of [`plan`] for rows that are divided among adapters so. `None` if a kernel of the plan without adapters cannot apply them, or
 /// if bits of a row may not depend on the others.
@@ -70,15 +22,19 @@ pub(in crate::model::fused) fn of_rows(
         return Ok(None);
     }
     let mut steps = plan(model, own, rows, kind, Adapts::NOTHING, hardware)?;
-    for step in &mut steps {
-        let Some((part, gemm)) = adaptable(&mut step.kernel) else {
-            continue;
+    let parts = steps
+        .iter_mut()
+        .filter_map(|step| adaptable(&mut step.kernel));
+    let changed: Vec<_> = parts.filter(|(part, _)| adapts.change(*part)).collect();
+    let count = changed.len();
+    for (index, (_, gemm)) in changed.into_iter().enumerate() {
+        // CTAs of the skinny GEMM wait for each other, which prompts that run beside steps may keep from running.
+        let turn = match kind {
+            Rows::Step => SharingTurn::of(index, count),
+            _ => None,
         };
-        if !adapts.change(part) {
-            continue;
-        }
         let adapted = gemm.and_then(|gemm| {
-            let adapted = gemm.for_adapted_rows(hardware, division)?;
+            let adapted = gemm.for_adapted_rows(hardware, division, turn)?;
             *gemm = adapted;
             Some(())
         });
@@ -98,7 +54,7 @@ fn adaptable(kernel: &mut Kernel) -> Option<(AdaptedPart, Option<&mut GemmPlan>)
         } => Some((AdaptedPart::MlpInputs, Some(gemm))),
         Kernel::Project {
             half,
-            then: Then::Add,
+            then: Then::Add | Then::AddAndNorm(_),
             gemm,
             ..
         } => Some((output_of(*half), Some(gemm))),

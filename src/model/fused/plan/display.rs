@@ -83,9 +83,6 @@ impl fmt::Display for Kernel {
                     layout_name(*layout)
                 )
             }
-            Kernel::DecodeAdapted => {
-                f.write_str("rope, store, split-KV attention -> rows, adapters' A of o")
-            }
             Kernel::StoreRows { before: false } => f.write_str("rope of keys, store"),
             Kernel::StoreRows { before: true } => {
                 f.write_str("rope of keys, store at the positions before")

@@ -202,7 +202,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::LayerInputs { .. } => Vec::new(),
         Kernel::Normalize { norm, .. } => enter(*norm),
         Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
-        Kernel::Decode { .. } | Kernel::DecodeAdapted | Kernel::DecodeStored { .. } => {
+        Kernel::Decode { .. } | Kernel::DecodeStored { .. } => {
             own(&[BlockOp::Heads, BlockOp::Attend])
         }
         // Keys and values of heads that the next kernel completes.
@@ -571,27 +571,19 @@ fn of_adapters() -> String {
             }
         }
     }
-    for (name, (model, specs), hardware) in models() {
-        let heads = |index: usize| Some(specs[index].attention()?.heads);
-        let steps = adapted::of_row(&model, model.own_blocks(), heads, hardware).unwrap();
-        let Some(steps) = steps else { continue };
-        let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
-        let completed: Vec<_> = completed.collect();
-        assert_eq!(completed, expected(&specs), "{name}, an adapted row");
-        writeln!(table, "{name}, a step of 1 with an adapter").unwrap();
-        table.push_str(&printed(&steps));
-    }
-    let division = AdapterDivision { tiles: 4, rank: 16 };
-    for (name, (model, specs), hardware) in models() {
-        let own = model.own_blocks();
-        let which = (ALL_PARTS, division);
-        let steps = adapted::of_rows(&model, own, 64, Rows::Step, which, hardware).unwrap();
-        let Some(steps) = steps else { continue };
-        let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
-        let completed: Vec<_> = completed.collect();
-        assert_eq!(completed, expected(&specs), "{name}, adapted rows");
-        writeln!(table, "{name}, a step of 64 whose GEMMs apply adapters").unwrap();
-        table.push_str(&printed(&steps));
+    for (rows, tiles) in [(1, 1), (4, 2), (8, 1), (16, 4), (64, 4)] {
+        let division = AdapterDivision { tiles, rank: 16 };
+        for (name, (model, specs), hardware) in models() {
+            let own = model.own_blocks();
+            let which = (ALL_PARTS, division);
+            let steps = adapted::of_rows(&model, own, rows, Rows::Step, which, hardware).unwrap();
+            let Some(steps) = steps else { continue };
+            let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
+            let completed: Vec<_> = completed.collect();
+            assert_eq!(completed, expected(&specs), "{name}, adapted rows");
+            writeln!(table, "{name}, a step of {rows} whose GEMMs apply adapters").unwrap();
+            table.push_str(&printed(&steps));
+        }
     }
     table
 }

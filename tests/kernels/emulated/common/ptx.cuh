@@ -296,6 +296,7 @@ inline u32 transpose_matrix(u32 x) {
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline void __threadfence() {}
+inline void __threadfence_block() {}
 // Blocks run one after the other.
 inline u32 atomic_add_release_acquire(u32* p, u32 value) {
     u32 before = *p;
@@ -304,6 +305,13 @@ inline u32 atomic_add_release_acquire(u32* p, u32 value) {
 }
 
 inline u32 load_acquire(const u32* p) { return *p; }
+// A number that is pending, all bits ones, stays so while this block runs: no other does. It reads as NaN, so that nobody waits for it.
+inline uint4 load_relaxed_16(const void* p) {
+    uint4 v = *(const uint4*)p;
+    for (u32* word : {&v.x, &v.y, &v.z, &v.w}) *word &= *word == 0xffffffff ? 0x7fffffff : 0xffffffff;
+    return v;
+}
+inline void store_relaxed(float* p, float x) { *p = x; }
 inline void count_release(u32* p, u32 last) { *p = *p >= last ? 0 : *p + 1; }
 
 struct Multiply {
