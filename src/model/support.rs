@@ -181,10 +181,6 @@ mod tests {
                 "hunyuan_v1_dense",
                 "block 0 of this MODEL model has norms of heads after their rotation",
             ),
-            (
-                "granite",
-                "this MODEL model has a residual multiplier and a scale of its logits",
-            ),
         ];
         let expected = expected.map(|(name, what)| (name, what.replace("MODEL", name)));
         let refused = known()

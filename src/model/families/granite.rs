@@ -34,6 +34,8 @@ fn read(keys: &Keys<'_>) -> Result<Spec> {
     let spec = &mut decoder.spec;
     spec.embedding_scale = factor(keys, "embedding_multiplier")?;
     spec.residual_scale = factor(keys, "residual_multiplier")?;
+    // All norms are norms of the residual stream, whose mean square is divided by the square.
+    spec.norm_eps /= spec.residual_scale.powi(2);
     // A divisor.
     spec.logit_scale = 1.0 / factor(keys, "logits_scaling")?;
     Ok(decoder.finish(|_, _| {}))
@@ -61,10 +63,13 @@ mod tests {
         assert_eq!((spec.embedding_scale, spec.residual_scale), (12.0, 0.22));
         assert_eq!(spec.logit_scale, 0.0625);
         assert_eq!(spec.blocks[0].attention().unwrap().scale, 0.015625);
-        for refusal in [fused::unsupported(&spec), training::untrainable(&spec)] {
-            let refusal = refusal.unwrap();
-            assert!(refusal.contains("a residual multiplier"), "{refusal}");
-        }
+        // Halves of blocks add what they compute to a residual stream that is divided by the multiplier.
+        let norm_eps = f64::from(spec.norm_eps) * 0.22f64.powi(2);
+        assert!((norm_eps / 1e-6 - 1.0).abs() < 1e-6, "{norm_eps}");
+        assert_eq!(spec.stream_scale(), 12.0 / 0.22f32);
+        assert_eq!(fused::unsupported(&spec), None);
+        let refusal = training::untrainable(&spec).unwrap();
+        assert!(refusal.contains("a residual multiplier"), "{refusal}");
         let e = with(json!({"logits_scaling": 0})).unwrap_err();
         assert!(e.message().contains("'logits_scaling' is 0"), "{e}");
     }

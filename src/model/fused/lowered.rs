@@ -46,6 +46,9 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
     if deterministic {
         units.push(Unit::LinearSkinnyRanges);
     }
+    if spec.logit_scale != 1.0 {
+        units.push(Unit::Pointwise);
+    }
     if spec.drafter.is_some() {
         units.push(Unit::DrafterRows);
     }
@@ -347,7 +350,7 @@ impl Lowered {
             Some(table) => Table::Host(table),
             None => Table::Device(of_linear(source.weights.table())?),
         };
-        let scale = source.spec.embedding_scale;
+        let scale = source.spec.stream_scale();
         cuda::embed(&self.gpu, table, &memory.tokens, rows, scale, out)
     }
 }

@@ -736,6 +736,13 @@ impl<'a> FusedPass<'a> {
             logits,
             vocab,
         )?;
+        match self.source.spec.logit_scale {
+            1.0 => {}
+            factor => {
+                let bytes = self.rows * vocab * size_of::<f32>();
+                cuda::scale(DeviceSlice::from(logits).part(0..bytes)?, factor)?;
+            }
+        }
         match self.source.spec.logit_cap {
             Some(cap) => cuda::soft_cap(&self.lowered.gpu, logits, self.rows * vocab, cap),
             None => Ok(()),

@@ -47,12 +47,6 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             spec.family
         ))
     };
-    if spec.residual_scale != 1.0 || spec.logit_scale != 1.0 {
-        return Some(format!(
-            "this {} model has a residual multiplier and a scale of its logits",
-            spec.family
-        ));
-    }
     spec.blocks.iter().enumerate().find_map(of)
 }
 
