@@ -31,6 +31,11 @@ kernels! {
         PostNorm { Rows = "post_norm" }
     }
 
+    /// The norms of queries and of keys.
+    enum ProjectionNorms(ProjectionArguments) {
+        ProjectionNorms { Rows = "norm_projections" }
+    }
+
     /// The gated linear unit.
     enum GatedUnit(GluArguments) {
         Glu { Rows = "glu" }
@@ -196,7 +201,7 @@ struct PostNormArguments {
 
 /// The longest row of a residual stream that a CTA keeps in registers.
 const RESIDUAL_WIDTH: usize = 8192;
-/// Threads of such a CTA.
+/// Threads of such a CTA, and of one that normalizes projections.
 pub(super) const RESIDUAL_THREADS: u32 = 512;
 
 /// The RMSNorm after an addition to the residual stream: its weight, f32 `[width]`, and where the normalized rows go, as f16 in a layout.
@@ -306,6 +311,49 @@ pub fn post_norm(
     let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
     // SAFETY: sizes were checked.
     unsafe { launch.of(PostNorm::Rows).run(gpu, &arguments) }
+}
+
+#[repr(C)]
+struct ProjectionArguments {
+    x: u64,
+    weights: [u64; 2],
+    widths: [i32; 2],
+    stride: i32,
+    eps: f32,
+}
+
+/// RMSNorms, in place, of the queries and of the keys that begin each row of f32 `x` `[rows, stride]`. `weights` are f32, as wide as what
+/// they multiply.
+pub fn norm_projections(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    weights: [&DeviceBuffer; 2],
+    widths: [usize; 2],
+    eps: f32,
+    (rows, stride): (usize, usize),
+) -> Result<()> {
+    x.holds("projections", &[rows, stride, 4])?;
+    for (weight, width) in weights.into_iter().zip(widths) {
+        weight.holds("a norm", &[width, 4])?;
+    }
+    let [queries, keys] = widths;
+    let are_multiples = [queries, keys, stride].iter().all(|n| n.is_multiple_of(4));
+    if !are_multiples || queries + keys > stride {
+        bail!(
+            Internal,
+            "norms of {queries} and {keys} elements of rows of {stride}; they take multiples of 4"
+        );
+    }
+    let arguments = ProjectionArguments {
+        x: x.address(),
+        weights: weights.map(DeviceBuffer::address),
+        widths: [int("queries", queries)?, int("keys", keys)?],
+        stride: int("a row of projections", stride)?,
+        eps,
+    };
+    let launch = Launch::new([rows as u32, 2, 1], RESIDUAL_THREADS);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(ProjectionNorms::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]

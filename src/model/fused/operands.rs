@@ -10,7 +10,7 @@ use crate::base::memory::Tag;
 use crate::cuda::{
     self, Biased, DeviceBuffer, DeviceSlice, ExpertMatrices, ExpertTable, Gpu, Matrix, Routing,
 };
-use crate::model::spec::{BlockSpec, Scoring};
+use crate::model::spec::{BlockSpec, QkNorm, Scoring};
 use crate::model::weights::{Block, DenseMlp, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
@@ -75,6 +75,7 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 qkv: attention.inputs().map(shape).collect::<Result<_>>()?,
                 gate: attention.gate.as_ref().map(shape).transpose()?,
                 o: shape(&attention.o)?,
+                normed: spec.required_attention()?.qk_norm == QkNorm::Projections,
             },
             Mixer::GatedDelta(delta) => MixerShape::GatedDelta {
                 heads: spec.gated_delta().ok_or_else(mismatched)?.shape,

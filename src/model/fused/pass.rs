@@ -128,6 +128,7 @@ impl<'a> FusedPass<'a> {
                     }
                 }
             }
+            Kernel::NormProjections => self.norm_projections(index),
             Kernel::DecodeAdapted => self.decode_adapted(index),
             Kernel::Decode { .. }
             | Kernel::StoreRows { .. }
@@ -263,6 +264,20 @@ impl<'a> FusedPass<'a> {
             Kernel::DrafterInputs => self.drafter_inputs(),
             Kernel::ProjectDrafterInputs { gemm } => self.project_drafter_inputs(gemm),
         }
+    }
+
+    /// Normalizes the queries of each row together, and its keys.
+    fn norm_projections(&self, index: usize) -> Result<()> {
+        let attention = self.block(index)?.mixer.required_attention()?;
+        let spec = self.spec(index)?.required_attention()?;
+        cuda::norm_projections(
+            &self.lowered.gpu,
+            &self.memory.projected,
+            [on_gpu(&attention.q_norm)?, on_gpu(&attention.k_norm)?],
+            [spec.q_width(), spec.kv_width()],
+            self.source.spec.norm_eps,
+            (self.rows, spec.projected_width()),
+        )
     }
 
     /// The MLP of a block that all rows use.

@@ -97,6 +97,8 @@ pub(super) enum Kernel {
     Normalize { norm: Norm, layout: Layout },
     /// Queries, and the keys and values that the layer has itself, f32.
     Qkv { input: Normed, gemm: GemmPlan },
+    /// Normalizes the queries together, and the keys.
+    NormProjections,
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
     /// As [`Kernel::Decode`] to rows, for one token of one sequence, and multiplies the output by the A factor of the projection that takes it.
@@ -395,9 +397,12 @@ impl Planner<'_> {
         let layout = self.layout_of(Norm::Mixer(block));
         let input = self.normed(Norm::Mixer(block), block);
         match self.blocks[block].mixer.clone() {
-            MixerShape::Attention { qkv, gate, o } => {
-                self.attention(block, layout, input, (qkv, gate), o)
-            }
+            MixerShape::Attention {
+                qkv,
+                gate,
+                o,
+                normed,
+            } => self.attention(block, layout, input, (qkv, gate, normed), o),
             MixerShape::GatedDelta {
                 heads,
                 inputs,
@@ -470,12 +475,15 @@ impl Planner<'_> {
         block: usize,
         layout: Layout,
         input: Normed,
-        (qkv, gate): (Vec<MatrixShape>, Option<MatrixShape>),
+        (qkv, gate, normed): (Vec<MatrixShape>, Option<MatrixShape>, bool),
         o: MatrixShape,
     ) -> Result<()> {
         let gemm = self.gemm(&qkv, Output::F32, input.form())?;
         self.push(block, Kernel::Qkv { input, gemm });
         self.adapt(block, AdaptedPart::MixerInputs, layout);
+        if normed {
+            self.push(block, Kernel::NormProjections);
+        }
         if let Some(gate) = gate {
             let gemm = self.gemm(&[gate], Output::F32, input.form())?;
             self.push(block, Kernel::HeadGate { input, gemm });

@@ -2,7 +2,7 @@
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, MlpSpec, QkNorm, Spec};
+use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, KeyValues, MlpSpec, QkNorm, Spec};
 
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
@@ -15,6 +15,9 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
         let is_whole = block.attention().is_some() && block.mlp != MlpSpec::None;
         let ends_with_norms = block.norms.post && is_whole;
         let normalizes = |what| block.attention().is_some_and(|a| a.qk_norm == what);
+        let shares_keys = block
+            .attention()
+            .is_some_and(|a| a.key_values != KeyValues::Projected);
         let what = match &block.mlp {
             mlp if mlp.specs().any(|mlp| mlp.gated && squares(mlp)) => "a squared ReLU of a gate",
             mlp if mlp.specs().any(|mlp| !mlp.gated && !squares(mlp)) => {
@@ -38,7 +41,9 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             _ if is_clamped => "a clamped SwiGLU outside of experts",
             MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
             _ if normalizes(QkNorm::RotatedHeads) => "norms of heads after their rotation",
-            _ if normalizes(QkNorm::Projections) => "norms over all heads of queries and of keys",
+            _ if normalizes(QkNorm::Projections) && shares_keys => {
+                "a norm over all heads of queries, and no projections of keys and of values"
+            }
             _ if !block.norms.pre => "no norm before attention and MLP",
             _ => return None,
         };

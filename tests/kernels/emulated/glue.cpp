@@ -1,5 +1,5 @@
 // The kernels between products and attention on the CPU, against f64 and against sorting: kernels/norm/rms_norm.cu,
-// kernels/norm/post_norm.cu, kernels/norm/drafter.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu,
+// kernels/norm/{post_norm,projections}.cu, kernels/norm/drafter.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu,
 // kernels/sample/{argmax,likelihood,mask}.cu and the unfused kernels as they ship, with their instructions emulated as the PTX ISA describes them. Prints "ok"
 // or the first error.
 #include "cuda.hpp"
@@ -20,6 +20,9 @@ namespace norm {
 }
 namespace post {
 #include "norm/post_norm.cu"
+}
+namespace projections {
+#include "norm/projections.cu"
 }
 namespace drafter {
 #include "norm/drafter.cu"
@@ -170,6 +173,34 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
             u16 got = a.next.normed[fragment_index(groups, r, i)];
             expect(got == 0, "the padding of a norm", r, i, f16_to_float(got), 0);
         }
+    }
+}
+
+// Norms of queries and of keys, beside values. A row has the same bits whatever rows run beside it.
+static void check_projection_norms(int rows, int queries, int keys) {
+    int stride = queries + 2 * keys;
+    std::vector<float4> x(rows * stride / 4), weights((queries + keys) / 4);
+    for (float4& v : x) v = {uniform(), uniform(), uniform(), uniform()};
+    for (float4& v : weights) v = {uniform(), uniform(), uniform(), uniform()};
+    std::vector<float4> before = x, last(x.end() - stride / 4, x.end());
+    const float* of_keys = &weights[queries / 4].x;
+    projections::Arguments a = {&x[0].x, {&weights[0].x, of_keys}, {queries, keys}, stride, 1e-6f};
+    launch(rows, 2, 1, projections::THREADS, [&] { projections::norm_projections(a); });
+    for (int r = 0; r < rows; r++) {
+        const float *from = &before[0].x + r * stride, *got = a.x + r * stride;
+        double factors[] = {norm_factor(from, queries), norm_factor(from + queries, keys)};
+        for (int i = 0; i < stride; i++) {
+            double want = from[i];
+            if (i < queries + keys) want *= factors[i >= queries] * a.weights[0][i];
+            expect(std::fabs(got[i] - want) <= 1e-6 * std::fabs(want), "a norm of projections", r, i, got[i], want);
+        }
+    }
+    projections::Arguments alone = a;
+    alone.x = &last[0].x;
+    launch(1, 2, 1, projections::THREADS, [&] { projections::norm_projections(alone); });
+    for (int i = 0; i < stride; i++) {
+        double want = a.x[(rows - 1) * stride + i];
+        expect(alone.x[i] == want, "a norm of the projections of one row", rows - 1, i, alone.x[i], want);
     }
 }
 
@@ -481,6 +512,9 @@ int main() {
     check_post_norm(4, 576, false, true, true);
     check_post_norm(9, 48, true, true, true);
     check_post_norm(2, 64, false, false, true);
+    check_projection_norms(3, 48, 16);
+    check_projection_norms(2, 6144, 1024);
+    check_projection_norms(1, 4096, 4096);
     for (int kind : {inputs::F32, inputs::F16, inputs::BF16, inputs::INT8}) check_inputs(3, 4, 48, kind);
     check_inputs(2, 2, 256, inputs::BF16);
     check_own_gate(256, GELU_TANH);

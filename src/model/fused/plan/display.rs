@@ -76,6 +76,7 @@ impl fmt::Display for Kernel {
                 write!(f, "{norm} norm -> f16 {}", layout_name(*layout))
             }
             Kernel::Qkv { input, gemm } => write!(f, "q, k, v ({input}) -> f32: {gemm}"),
+            Kernel::NormProjections => f.write_str("norms of all q, of all k"),
             Kernel::Decode { layout } => {
                 write!(
                     f,

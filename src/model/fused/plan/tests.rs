@@ -49,6 +49,8 @@ struct Sizes {
     intermediate: usize,
     vocab: usize,
     post: bool,
+    /// Whether all heads of queries are normalized together, and all heads of keys.
+    normed: bool,
     /// `None` without a mixture, else whether it has a shared expert.
     experts: Option<bool>,
     /// Whether the first two blocks have gated delta nets, and the last a gate of its heads.
@@ -62,6 +64,7 @@ const QWEN3_4B: Sizes = Sizes {
     intermediate: 9728,
     vocab: 151_936,
     post: false,
+    normed: false,
     experts: None,
     recurrent: false,
 };
@@ -72,6 +75,7 @@ const GEMMA3_4B: Sizes = Sizes {
     intermediate: 10_240,
     vocab: 262_208,
     post: true,
+    normed: false,
     experts: None,
     recurrent: false,
 };
@@ -82,6 +86,7 @@ const QWEN3_30B_A3B: Sizes = Sizes {
     intermediate: 0,
     vocab: 151_936,
     post: false,
+    normed: false,
     experts: Some(false),
     recurrent: false,
 };
@@ -93,6 +98,7 @@ const QWEN3_5_4B: Sizes = Sizes {
     intermediate: 9216,
     vocab: 248_320,
     post: false,
+    normed: false,
     experts: None,
     recurrent: true,
 };
@@ -103,7 +109,20 @@ const QWEN2_57B_A14B: Sizes = Sizes {
     intermediate: 20_480,
     vocab: 151_936,
     post: false,
+    normed: false,
     experts: Some(true),
+    recurrent: false,
+};
+
+const MINIMAX_M2: Sizes = Sizes {
+    hidden: 3072,
+    q: 6144,
+    kv: 1024,
+    intermediate: 0,
+    vocab: 200_064,
+    post: false,
+    normed: true,
+    experts: Some(false),
     recurrent: false,
 };
 
@@ -128,6 +147,7 @@ fn model(s: &Sizes, storage: WeightType) -> ModelShape {
             qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)).into(),
             gate: None,
             o: shape(s.hidden, s.q),
+            normed: s.normed,
         },
         mlp: match s.experts {
             None => MlpShape::Dense(mlp),
@@ -202,6 +222,8 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::LayerInputs { .. } => Vec::new(),
         Kernel::Normalize { norm, .. } => enter(*norm),
         Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
+        // A part of an operation that a later kernel completes.
+        Kernel::NormProjections => Vec::new(),
         Kernel::Decode { .. } | Kernel::DecodeAdapted | Kernel::DecodeStored { .. } => {
             own(&[BlockOp::Heads, BlockOp::Attend])
         }
@@ -376,6 +398,7 @@ fn nemotron() -> (ModelShape, Vec<BlockSpec>) {
         qkv: [4096, 256, 256].map(|rows| of(nvfp4, rows, hidden)).into(),
         gate: None,
         o: of(nvfp4, hidden, 4096),
+        normed: false,
     };
     let experts = MlpShape::Experts {
         gated: false,
@@ -649,6 +672,12 @@ fn models() -> Vec<Described> {
         (
             "Qwen2-57B-A14B, NVFP4, H200",
             &QWEN2_57B_A14B,
+            WeightType::Nvfp4,
+            &H200,
+        ),
+        (
+            "MiniMax-M2, NVFP4, H200",
+            &MINIMAX_M2,
             WeightType::Nvfp4,
             &H200,
         ),
