@@ -336,6 +336,7 @@ impl Lowered {
             rotary_dim: rotation.map_or(0, |(table, _)| table.rotary_dim()),
             attention_factor: rotation.map_or(1.0, |(table, _)| table.attention_factor),
             eps: source.spec.norm_eps,
+            rotates_first: spec.qk_norm == QkNorm::RotatedHeads,
         })
     }
 

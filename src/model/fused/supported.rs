@@ -40,7 +40,6 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             }
             _ if is_clamped => "a clamped SwiGLU outside of experts",
             MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
-            _ if normalizes(QkNorm::RotatedHeads) => "norms of heads after their rotation",
             _ if normalizes(QkNorm::Projections) && shares_keys => {
                 "a norm over all heads of queries, and no projections of keys and of values"
             }
