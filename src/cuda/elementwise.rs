@@ -26,6 +26,14 @@ kernels! {
         }
     }
 
+    /// Rows of the residual stream as they are, by the layout of the result.
+    enum StreamKernel(StreamArguments) {
+        RmsNorm {
+            RowMajor = "stream_rows",
+            FragmentMajor = "stream_rows_fragments",
+        }
+    }
+
     /// The norm after a half of a block, and the next.
     enum PostNorm(PostNormArguments) {
         PostNorm { Rows = "post_norm" }
@@ -163,16 +171,11 @@ pub fn rms_norm(
     x.holds("rows", &[at + rows * width * 4])?;
     weight.holds("a norm", &[width * 4])?;
     y.holds("normalised rows", &[layout.elements(rows, width), 2])?;
-    let (kernel, multiple) = match layout {
-        Layout::RowMajor => (RmsNorm::RowMajor, 4),
-        Layout::FragmentMajor => (RmsNorm::FragmentMajor, BLOCK),
+    check_width(layout, width)?;
+    let kernel = match layout {
+        Layout::RowMajor => RmsNorm::RowMajor,
+        Layout::FragmentMajor => RmsNorm::FragmentMajor,
     };
-    if !width.is_multiple_of(multiple) {
-        bail!(
-            Unsupported,
-            "rows of {width}; the norm takes multiples of {multiple}"
-        );
-    }
     let arguments = NormArguments {
         x: x.address() + at as u64,
         weight: weight.address(),
@@ -187,6 +190,57 @@ pub fn rms_norm(
             .of(kernel)
             .run(gpu, &arguments)
     }
+}
+
+/// Fails for rows that kernels cannot store in a layout.
+fn check_width(layout: Layout, width: usize) -> Result<()> {
+    let multiple = match layout {
+        Layout::RowMajor => 4,
+        Layout::FragmentMajor => BLOCK,
+    };
+    if !width.is_multiple_of(multiple) {
+        bail!(
+            Unsupported,
+            "rows of {width}; the norm takes multiples of {multiple}"
+        );
+    }
+    Ok(())
+}
+
+#[repr(C)]
+struct StreamArguments {
+    x: u64,
+    y: u64,
+    overflow: u64,
+    width: i32,
+    layer: i32,
+}
+
+/// f32 rows `x` of `width` as f16 in the place and the layout that `next` says.
+pub fn stream_rows(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    rows: usize,
+    width: usize,
+    next: StreamRows<'_>,
+) -> Result<()> {
+    x.holds("rows", &[rows, width, 4])?;
+    next.check(rows, width)?;
+    check_width(next.layout, width)?;
+    let arguments = StreamArguments {
+        x: x.address(),
+        y: next.rows.address(),
+        overflow: next.overflow.address(),
+        width: int("the hidden size", width)?,
+        layer: int("a layer", next.layer)?,
+    };
+    let kernel = match next.layout {
+        Layout::RowMajor => StreamKernel::RowMajor,
+        Layout::FragmentMajor => StreamKernel::FragmentMajor,
+    };
+    let launch = Launch::new([rows as u32, 1, 1], THREADS);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
 }
 
 #[repr(C)]
@@ -217,7 +271,40 @@ pub struct NextNorm<'a> {
     pub factors: Option<&'a DeviceBuffer>,
 }
 
+/// Rows of a residual stream as f16, for what takes them without a norm.
+#[derive(Clone, Copy)]
+pub struct StreamRows<'a> {
+    /// Their layout.
+    pub layout: Layout,
+    /// Where they go.
+    pub rows: &'a DeviceBuffer,
+    /// A u32 for each row. If a row has a value that f16 cannot hold, its u32 becomes 1 + `layer`, unless it is set already.
+    pub overflow: &'a DeviceBuffer,
+    /// The layer that takes the rows.
+    pub layer: usize,
+}
+
+impl StreamRows<'_> {
+    fn check(&self, rows: usize, width: usize) -> Result<()> {
+        let elements = self.layout.elements(rows, width);
+        self.rows
+            .holds("rows of the residual stream", &[elements, 2])?;
+        self.overflow
+            .holds("the layers that overflowed", &[rows, 4])
+    }
+}
+
+/// Rows of a residual stream for the next half of a block.
+#[derive(Clone, Copy)]
+pub enum NextRows<'a> {
+    /// Its norm.
+    Normalized(NextNorm<'a>),
+    /// Rows as they are.
+    Stream(StreamRows<'a>),
+}
+
 #[repr(C)]
+#[derive(Default)]
 pub(super) struct NextArgument {
     weight: u64,
     normed: u64,
@@ -225,40 +312,56 @@ pub(super) struct NextArgument {
     width: i32,
     eps: f32,
     fragment_major: i32,
+    layer: i32,
+    overflow: u64,
 }
 
 impl NextArgument {
     /// The argument for `rows` rows of `width`.
     pub(super) fn new(
-        next: Option<NextNorm<'_>>,
+        next: Option<NextRows<'_>>,
         rows: usize,
         width: usize,
         eps: f32,
     ) -> Result<NextArgument> {
-        if let Some(next) = next {
-            next.weight.holds("a norm", &[width, 4])?;
-            next.rows
-                .holds("normalised rows", &[next.layout.elements(rows, width), 2])?;
-            if let Some(factors) = next.factors {
-                factors.holds("factors", &[rows, 4])?;
-            }
-        }
-        let factors = next.and_then(|next| next.factors);
         if !width.is_multiple_of(BLOCK) || width > RESIDUAL_WIDTH {
             bail!(
                 Unsupported,
                 "a residual stream of {width}; what adds to it and normalizes takes multiples of {BLOCK} up to {RESIDUAL_WIDTH}"
             );
         }
-        Ok(NextArgument {
-            weight: next.map_or(0, |next| next.weight.address()),
-            normed: next.map_or(0, |next| next.rows.address()),
-            factors: factors.map_or(0, DeviceBuffer::address),
+        let plain = NextArgument {
             width: int("the hidden size", width)?,
             eps,
-            fragment_major: next
-                .is_some_and(|next| next.layout == Layout::FragmentMajor)
-                .into(),
+            ..NextArgument::default()
+        };
+        Ok(match next {
+            None => plain,
+            Some(NextRows::Normalized(next)) => {
+                next.weight.holds("a norm", &[width, 4])?;
+                next.rows
+                    .holds("normalised rows", &[next.layout.elements(rows, width), 2])?;
+                if let Some(factors) = next.factors {
+                    factors.holds("factors", &[rows, 4])?;
+                }
+                NextArgument {
+                    weight: next.weight.address(),
+                    normed: next.rows.address(),
+                    factors: next.factors.map_or(0, DeviceBuffer::address),
+                    fragment_major: (next.layout == Layout::FragmentMajor).into(),
+                    ..plain
+                }
+            }
+            Some(NextRows::Stream(next)) => {
+                next.check(rows, width)?;
+                NextArgument {
+                    normed: next.rows.address(),
+                    fragment_major: (next.layout == Layout::FragmentMajor).into(),
+                    layer: int("a layer", next.layer)?,
+                    overflow: next.overflow.address(),
+                    ..plain
+                }
+            }
         })
     }
 }
@@ -274,8 +377,8 @@ pub struct NormedAddend<'a> {
     pub weight: &'a DeviceBuffer,
 }
 
-/// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x` if `next` is given. `scale` is one f32;
-/// `None` stands for 1.
+/// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x`, or its rows as they are, if `next` is
+/// given. `scale` is one f32; `None` stands for 1.
 pub fn post_norm(
     gpu: &Gpu,
     addend: NormedAddend<'_>,
@@ -284,7 +387,7 @@ pub fn post_norm(
     rows: usize,
     width: usize,
     x: &DeviceBuffer,
-    next: Option<NextNorm<'_>>,
+    next: Option<NextRows<'_>>,
 ) -> Result<()> {
     let NormedAddend {
         y,

@@ -153,7 +153,7 @@ fn models_agree_with_the_processor() {
             tested += 1;
         }
     }
-    assert_eq!(tested, 2 * 28, "models with heads that the GPU takes");
+    assert_eq!(tested, 2 * 32, "models with heads that the GPU takes");
 }
 
 /// Far positions under every RoPE scaling, by the kernels of prompts and by those of a decode step.
@@ -417,6 +417,38 @@ fn gate_and_up_that_overflow_are_refused() {
         let (all, each) = logits(&model, few);
         assert_close(&all, &want, 1e-2, "20 rows");
         assert_close(&each, &want, 1e-2, "row by row");
+    }
+}
+
+/// A residual stream beyond f16, which blocks without a norm before their halves take, is an error that names the layer, after which all is
+/// well.
+#[test]
+fn residual_streams_that_overflow_are_refused() {
+    let Some(gpu) = gpu() else { return };
+    let dir = Copy::of("exaone4_mixed", "stream");
+    let name = "model.embed_tokens.weight";
+    change_tensor(&dir, name, |dtype, shape, bytes| {
+        assert_eq!((dtype, shape), (Dtype::BF16, &[150, 48][..]));
+        for (token, value) in [(1, -100_000.0), (2, 2_000.0)] {
+            let at = 2 * (token * 48 + 5);
+            bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value).to_le_bytes());
+        }
+    });
+    let cpu = load_on(Device::cpu(None).unwrap(), &dir.0);
+    let model = load_on(Device::Cuda(gpu), &dir.0);
+    let mut tokens: Vec<u32> = (0..40).map(|i| 3 + 7 * i % 140).collect();
+    tokens[9] = 2;
+    let (want, _) = logits(&cpu, &tokens);
+    let mut refused = Refused::new(&model, 64);
+    for _ in 0..2 {
+        let (all, each) = logits(&model, &tokens);
+        assert_both_close(&all, &each, &as_f64(&want), 1e-2, "a large row");
+        for odd in [0, 17] {
+            let mut odd_tokens = tokens.clone();
+            odd_tokens[odd] = 1;
+            refused.run(&odd_tokens, "layer 0: the residual stream, or a gate");
+            refused.run(&[1], "layer 0: the residual stream, or a gate");
+        }
     }
 }
 

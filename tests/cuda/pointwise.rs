@@ -3,7 +3,7 @@
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
     self, Activation, BlockInputs, DeviceBuffer, DeviceSlice, GatedUnit, Glu, Gpu, Hardware,
-    HostTable, Layout, Matrix, NextNorm, NormedAddend, ProjectedInputs,
+    HostTable, Layout, Matrix, NextNorm, NextRows, NormedAddend, ProjectedInputs, StreamRows,
 };
 use NVFP4::tensor::WeightType;
 use half::{bf16, f16};
@@ -136,7 +136,7 @@ struct Residual<'a> {
 
 impl Residual<'_> {
     /// Adds the norm of `y` to the stream, and returns the stream.
-    fn add(&self, next: Option<NextNorm<'_>>) -> Vec<f32> {
+    fn add(&self, next: Option<NextRows<'_>>) -> Vec<f32> {
         let (m, width) = (self.m, self.width);
         let (scale, stream) = (self.scale.as_ref(), &self.stream);
         let addend = NormedAddend {
@@ -181,7 +181,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         };
         let addend = rms_norm(&y, &post);
         let added: Vec<f32> = addend.iter().zip(&x).map(|(a, b)| a + b).collect();
-        let got = residual.add(Some(follows));
+        let got = residual.add(Some(NextRows::Normalized(follows)));
         assert_close(&got, &as_f64(&added), EXACT, "what was added to");
         let got = read_rows(layout, &normed, m, width);
         let want = as_f64(&rms_norm(&added, &next));
@@ -190,6 +190,34 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         let got = residual.add(None);
         let twice: Vec<f32> = addend.iter().zip(&added).map(|(a, b)| a + b).collect();
         assert_close(&got, &as_f64(&twice), EXACT, "what was added to twice");
+
+        // Rows without a norm: after the sum, and alone, with a value in one that f16 does not hold.
+        let overflow = upload(&gpu, &vec![0u32; m]);
+        let follows = StreamRows {
+            layout,
+            rows: &normed,
+            overflow: &overflow,
+            layer: 6,
+        };
+        let mut sum = residual.add(Some(NextRows::Stream(follows)));
+        let check = |sum: &[f32], odd: Option<usize>| {
+            let (got, want) = (read_rows(layout, &normed, m, width), rounded(sum));
+            assert_eq!(got.len(), want.len());
+            for (got, want) in got.iter().zip(want) {
+                let is_same = f64::from(*got) == want || want.abs() > 65_504.0;
+                assert!(is_same, "{got} and {want}");
+            }
+            let mut noted = vec![0u32; m];
+            overflow.read(0, &mut noted).unwrap();
+            let mut want = vec![0; m];
+            odd.into_iter().for_each(|row| want[row] = 7);
+            assert_eq!(noted, want, "{m} rows of {width}");
+        };
+        check(&sum, None);
+        sum[(m - 1) * width + 5] = -65_520.0;
+        let x = upload(&gpu, &sum);
+        cuda::stream_rows(&gpu, &x, m, width, follows).unwrap();
+        check(&sum, Some(m - 1));
     }
 }
 
@@ -219,12 +247,12 @@ fn divided_addends_and_factors_of_a_residual_sum_agree_with_f64() {
     };
     let (normed, weight) = (poisoned(&gpu, m * width * 2), upload(&gpu, &next));
     let factors = poisoned(&gpu, m * 4);
-    let got = residual.add(Some(NextNorm {
+    let got = residual.add(Some(NextRows::Normalized(NextNorm {
         weight: &weight,
         layout: Layout::RowMajor,
         rows: &normed,
         factors: Some(&factors),
-    }));
+    })));
     let addend = rms_norm(&y, &post);
     let sums = addend.iter().zip(&x).map(|(a, b)| (a + b) * scale);
     let sums: Vec<f32> = sums.collect();

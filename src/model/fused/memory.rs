@@ -51,8 +51,10 @@ pub(super) struct Memory {
     masks: Option<MaskRows>,
     /// One u32 per row: 1 + the first block with queries, keys or values beyond f16, or 0.
     pub(super) unfit: DeviceBuffer,
-    /// One u32 per row: 1 + the first block with a gate or up projection, or the output of a recurrent layer's norm, beyond f16, or 0.
+    /// One u32 per row: 1 + the first block with a gate or up projection, the output of a recurrent layer's norm, or the residual stream
+    /// where that is taken without a norm, beyond f16, or 0.
     pub(super) overflow: DeviceBuffer,
+    takes_stream: bool,
     /// One u32 per row: 1 + the first block with a router logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
     /// f32: the gate of attention, in models that have it.
@@ -126,6 +128,7 @@ impl Memory {
             masks: None,
             unfit: notes()?,
             overflow: notes()?,
+            takes_stream: sizes.takes_stream,
             unroutable: notes()?,
             head_gate: match sizes.head_gate {
                 0 => None,
@@ -269,6 +272,9 @@ impl Memory {
             (
                 &mut self.overflow,
                 match self.recurrent {
+                    None if self.takes_stream => {
+                        "the residual stream, or a gate or up projection, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU"
+                    }
                     None => {
                         "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU"
                     }

@@ -12,8 +12,9 @@ use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
     self, BesideExperts, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit,
-    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NormalizedRows, NormedAddend, Output,
-    ResidualRow, RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
+    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NextRows, NormalizedRows,
+    NormedAddend, Output, ResidualRow, RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
+    StreamRows,
 };
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
@@ -108,6 +109,11 @@ impl<'a> FusedPass<'a> {
         match &step.kernel {
             Kernel::LayerInputs { gemm } => self.layer_inputs(gemm),
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
+            Kernel::Convert { norm, layout } => {
+                let (rows, hidden) = (self.rows, lowered.sizes.hidden);
+                let to = self.stream_rows(*norm, *layout)?;
+                cuda::stream_rows(&lowered.gpu, &memory.residual, rows, hidden, to)
+            }
             Kernel::Qkv { input, gemm } => {
                 let attention = self.block(index)?.mixer.required_attention()?;
                 let matrices = attention.inputs().map(biased);
@@ -258,7 +264,20 @@ impl<'a> FusedPass<'a> {
             Kernel::PerLayerGate { input, gemm } => self.per_layer_gate(index, input, gemm),
             Kernel::PerLayerActivate => self.per_layer_activate(index),
             Kernel::PerLayerProject { gemm } => self.per_layer_project(index, gemm),
-            Kernel::PostNorm { part, scales, next } => self.post_norm(index, *part, *scales, *next),
+            Kernel::PostNorm {
+                part,
+                scales,
+                next,
+                converts,
+            } => {
+                let next = match (*next, converts) {
+                    (Some((norm, layout)), true) => {
+                        Some(NextRows::Stream(self.stream_rows(norm, layout)?))
+                    }
+                    (next, _) => self.next_norm(next)?.map(NextRows::Normalized),
+                };
+                self.post_norm(index, *part, *scales, next)
+            }
             Kernel::Head { input, gemm } => self.head(input, gemm),
             Kernel::Hidden => self.hidden(),
             Kernel::DrafterInputs => self.drafter_inputs(),
@@ -545,7 +564,7 @@ impl<'a> FusedPass<'a> {
         index: usize,
         part: Part,
         scales: bool,
-        next: Option<(Norm, Layout)>,
+        next: Option<NextRows<'_>>,
     ) -> Result<()> {
         let block = self.block(index)?;
         let (weight, divisors) = match part {
@@ -569,8 +588,21 @@ impl<'a> FusedPass<'a> {
             self.rows,
             self.lowered.sizes.hidden,
             &self.memory.residual,
-            self.next_norm(next)?,
+            next,
         )
+    }
+
+    /// The input of a half that has no norm in the place of `norm`.
+    fn stream_rows(&self, norm: Norm, layout: Layout) -> Result<StreamRows<'a>> {
+        let (Norm::Mixer(layer) | Norm::Mlp(layer)) = norm else {
+            bail!(Internal, "no norm before the {norm} rows");
+        };
+        Ok(StreamRows {
+            layout,
+            rows: &self.memory.input,
+            overflow: self.overflow()?,
+            layer,
+        })
     }
 
     fn next_norm(&self, next: Option<(Norm, Layout)>) -> Result<Option<NextNorm<'a>>> {

@@ -43,7 +43,12 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             _ if normalizes(QkNorm::Projections) && shares_keys => {
                 "a norm over all heads of queries, and no projections of keys and of values"
             }
-            _ if !block.norms.pre => "no norm before attention and MLP",
+            _ if !block.norms.pre && !ends_with_norms => {
+                "norms neither before attention and MLP nor after both"
+            }
+            mlp if !block.norms.pre && mlp.mixture().is_some() => {
+                "experts, and no norm before them"
+            }
             _ => return None,
         };
         Some(format!(

@@ -75,6 +75,7 @@ impl fmt::Display for Kernel {
             Kernel::Normalize { norm, layout } => {
                 write!(f, "{norm} norm -> f16 {}", layout_name(*layout))
             }
+            Kernel::Convert { layout, .. } => write!(f, "rows -> f16 {}", layout_name(*layout)),
             Kernel::Qkv { input, gemm } => write!(f, "q, k, v ({input}) -> f32: {gemm}"),
             Kernel::NormProjections => f.write_str("norms of all q, of all k"),
             Kernel::Decode { layout } => {
@@ -193,13 +194,21 @@ impl fmt::Display for Kernel {
             Kernel::PerLayerProject { gemm } => {
                 write!(f, "projection of the own input (rows) -> f32: {gemm}")
             }
-            Kernel::PostNorm { part, scales, next } => {
+            Kernel::PostNorm {
+                part,
+                scales,
+                next,
+                converts,
+            } => {
                 let output = match part {
                     Part::Half(which) => half(which),
                     Part::PerLayer => "the own input",
                 };
                 write!(f, "norm of {output}, add{}", factor(*scales))?;
-                write_next(f, next)
+                match next.filter(|_| *converts) {
+                    Some((_, layout)) => write!(f, ", rows -> f16 {}", layout_name(layout)),
+                    None => write_next(f, next),
+                }
             }
             Kernel::Head { input, gemm } => write!(f, "head ({input}) -> f32: {gemm}"),
             Kernel::Hidden => f.write_str("final norm -> f32, and a copy for the host"),

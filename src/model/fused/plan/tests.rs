@@ -48,7 +48,8 @@ struct Sizes {
     kv: usize,
     intermediate: usize,
     vocab: usize,
-    post: bool,
+    /// Whether norms are before each half, and whether they are after it.
+    norms: [bool; 2],
     /// Whether all heads of queries are normalized together, and all heads of keys.
     normed: bool,
     /// `None` without a mixture, else whether it has a shared expert.
@@ -63,7 +64,7 @@ const QWEN3_4B: Sizes = Sizes {
     kv: 1024,
     intermediate: 9728,
     vocab: 151_936,
-    post: false,
+    norms: [true, false],
     normed: false,
     experts: None,
     recurrent: false,
@@ -74,7 +75,7 @@ const GEMMA3_4B: Sizes = Sizes {
     kv: 1024,
     intermediate: 10_240,
     vocab: 262_208,
-    post: true,
+    norms: [true, true],
     normed: false,
     experts: None,
     recurrent: false,
@@ -85,7 +86,7 @@ const QWEN3_30B_A3B: Sizes = Sizes {
     kv: 512,
     intermediate: 0,
     vocab: 151_936,
-    post: false,
+    norms: [true, false],
     normed: false,
     experts: Some(false),
     recurrent: false,
@@ -97,7 +98,7 @@ const QWEN3_5_4B: Sizes = Sizes {
     kv: 1024,
     intermediate: 9216,
     vocab: 248_320,
-    post: false,
+    norms: [true, false],
     normed: false,
     experts: None,
     recurrent: true,
@@ -108,7 +109,7 @@ const QWEN2_57B_A14B: Sizes = Sizes {
     kv: 512,
     intermediate: 20_480,
     vocab: 151_936,
-    post: false,
+    norms: [true, false],
     normed: false,
     experts: Some(true),
     recurrent: false,
@@ -120,9 +121,20 @@ const MINIMAX_M2: Sizes = Sizes {
     kv: 1024,
     intermediate: 0,
     vocab: 200_064,
-    post: false,
+    norms: [true, false],
     normed: true,
     experts: Some(false),
+    recurrent: false,
+};
+const OLMO2_7B: Sizes = Sizes {
+    hidden: 4096,
+    q: 4096,
+    kv: 4096,
+    intermediate: 11_008,
+    vocab: 100_352,
+    norms: [false, true],
+    normed: true,
+    experts: None,
     recurrent: false,
 };
 
@@ -140,8 +152,8 @@ fn model(s: &Sizes, storage: WeightType) -> ModelShape {
     };
     let block = BlockShape {
         norms: NormPlacement {
-            pre: true,
-            post: s.post,
+            pre: s.norms[0],
+            post: s.norms[1],
         },
         mixer: MixerShape::Attention {
             qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)).into(),
@@ -220,7 +232,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
     match &step.kernel {
         // Not an operation of a block.
         Kernel::LayerInputs { .. } => Vec::new(),
-        Kernel::Normalize { norm, .. } => enter(*norm),
+        Kernel::Normalize { norm, .. } | Kernel::Convert { norm, .. } => enter(*norm),
         Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
         // A part of an operation that a later kernel completes.
         Kernel::NormProjections => Vec::new(),
@@ -297,6 +309,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
             part,
             scales,
             next: norm,
+            converts: _,
         } => {
             let leave = match part {
                 Part::Half(half) => BlockOp::Leave(*half),
@@ -341,8 +354,8 @@ fn specs(sizes: &Sizes) -> Vec<BlockSpec> {
     };
     let spec = BlockSpec {
         norms: NormPlacement {
-            pre: true,
-            post: sizes.post,
+            pre: sizes.norms[0],
+            post: sizes.norms[1],
         },
         mixer: MixerSpec::Attention(AttentionSpec {
             gated: sizes.recurrent,
@@ -678,6 +691,12 @@ fn models() -> Vec<Described> {
         (
             "MiniMax-M2, NVFP4, H200",
             &MINIMAX_M2,
+            WeightType::Nvfp4,
+            &H200,
+        ),
+        (
+            "OLMo 2 7B, NVFP4, H200",
+            &OLMO2_7B,
             WeightType::Nvfp4,
             &H200,
         ),
