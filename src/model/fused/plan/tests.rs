@@ -761,6 +761,54 @@ fn plans_are_as_written_down() {
     }
 }
 
+/// The kernel that sums experts stores no rows for a block without a norm before its mixer.
+#[test]
+fn rows_after_experts_are_converted_apart() {
+    let bare = Sizes {
+        norms: [false, true],
+        intermediate: 6144,
+        experts: None,
+        ..QWEN3_30B_A3B
+    };
+    let mut mixed = model(&QWEN3_30B_A3B, WeightType::Nvfp4);
+    mixed.blocks[1] = model(&bare, WeightType::Nvfp4).blocks.remove(1);
+    let steps = plan(&mixed, 0..3, 4, Rows::Step, Adapts::NOTHING, &H200).unwrap();
+    let kernels: Vec<Kernel> = steps.iter().map(|step| step.kernel).collect();
+    let has = |wanted: fn(&[Kernel]) -> bool| kernels.windows(2).any(wanted);
+    assert!(has(|pair| matches!(
+        pair,
+        [
+            Kernel::SumExperts { next: None },
+            Kernel::Convert {
+                norm: Norm::Mixer(1),
+                ..
+            }
+        ]
+    )));
+    assert!(has(|pair| matches!(
+        pair,
+        [
+            Kernel::PostNorm {
+                next: Some((Norm::Mlp(1), _)),
+                converts: true,
+                ..
+            },
+            Kernel::GateUp { .. }
+        ]
+    )));
+    assert!(has(|pair| matches!(
+        pair,
+        [
+            Kernel::PostNorm {
+                next: Some((Norm::Mixer(2), _)),
+                converts: false,
+                ..
+            },
+            Kernel::Qkv { .. }
+        ]
+    )));
+}
+
 /// The GEMM of a kernel, if it is one.
 fn gemm(kernel: &Kernel) -> Option<&GemmPlan> {
     match kernel {
