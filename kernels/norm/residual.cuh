@@ -1,5 +1,5 @@
-// Stores a row of the residual stream from the registers of a block of threads, with the RMSNorm that follows if that can be fused, or as f16
-// for what takes it without a norm.
+// Stores a row of the residual stream from the registers of a block of threads. Stores the input of the next part too if that can be fused: the
+// RMSNorm of the row, or the row as f16.
 #pragma once
 #include "common/reduce.cuh"
 #include "format/fragment_major.cuh"
@@ -26,12 +26,12 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a
 // The norm that follows.
 struct NextNorm {
     const float* weight;    // [width]; null if no norm follows
-    u16* normed;            // f16 [rows, width], row-major or fragment-major; null if nothing follows
+    u16* normed;            // f16 [rows, width], row-major or fragment-major: the norm, or without one the rows as they are; null for neither
     float* factors;         // [rows]: 1 / sqrt(mean(x^2) + eps); or null
     int width;              // a multiple of 4, and of 16 if fragment-major
     float eps;
     int fragment_major;
-    int layer;              // of what takes rows without a norm
+    int layer;              // of the part that takes rows without a norm
     u32* overflow;          // [rows]: if it is 0, set to 1 + layer where f16 cannot hold a row without a norm
 
     // A thread's pieces of the weight.

@@ -250,6 +250,8 @@ struct PostNormArguments {
     weight: u64,
     scale: u64,
     x: u64,
+    overflow: u64,
+    layer: i32,
     next: NextArgument,
 }
 
@@ -375,6 +377,11 @@ pub struct NormedAddend<'a> {
     pub divisors: Option<&'a DeviceBuffer>,
     /// Weight of the norm, f32 `[width]`.
     pub weight: &'a DeviceBuffer,
+    /// A u32 for each row. If the squares of a row of `y` have no finite sum, its u32 becomes 1 + `layer`, unless it is set already: an
+    /// earlier kernel has left f16.
+    pub overflow: &'a DeviceBuffer,
+    /// The layer that made `y`.
+    pub layer: usize,
 }
 
 /// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x`, or its rows as they are, if `next` is
@@ -393,10 +400,13 @@ pub fn post_norm(
         y,
         divisors,
         weight,
+        overflow,
+        layer,
     } = addend;
     y.holds("rows", &[rows, width, 4])?;
     x.holds("rows", &[rows, width, 4])?;
     weight.holds("a norm", &[width, 4])?;
+    overflow.holds("the layers that overflowed", &[rows, 4])?;
     if let Some(divisors) = divisors {
         divisors.holds("divisors", &[rows, 4])?;
     }
@@ -409,6 +419,8 @@ pub fn post_norm(
         weight: weight.address(),
         scale: scale.map_or(0, DeviceBuffer::address),
         x: x.address(),
+        overflow: overflow.address(),
+        layer: int("a layer", layer)?,
         next: NextArgument::new(next, rows, width, eps)?,
     };
     let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);

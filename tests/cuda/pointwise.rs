@@ -132,6 +132,8 @@ struct Residual<'a> {
     /// The numbers by which the rows of `y` were divided, and the factor of the sum.
     divisors: Option<DeviceBuffer>,
     scale: Option<DeviceBuffer>,
+    /// The layers that overflowed.
+    overflow: DeviceBuffer,
 }
 
 impl Residual<'_> {
@@ -143,9 +145,18 @@ impl Residual<'_> {
             y: &self.y,
             divisors: self.divisors.as_ref(),
             weight: &self.post,
+            overflow: &self.overflow,
+            layer: 4,
         };
         cuda::post_norm(self.gpu, addend, scale, EPS, m, width, stream, next).unwrap();
         read_f32(stream, m * width)
+    }
+
+    /// The layers that overflowed.
+    fn noted(&self) -> Vec<u32> {
+        let mut noted = vec![0u32; self.m];
+        self.overflow.read(0, &mut noted).unwrap();
+        noted
     }
 }
 
@@ -160,7 +171,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         let seed = 600 + 10 * i as u64;
         let (y, x) = (normal(seed, m * width), normal(seed + 1, m * width));
         let (post, next) = (normal(seed + 2, width), normal(seed + 3, width));
-        let residual = Residual {
+        let mut residual = Residual {
             gpu: &gpu,
             m,
             width,
@@ -169,6 +180,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
             stream: upload(&gpu, &x),
             divisors: None,
             scale: None,
+            overflow: upload(&gpu, &vec![0u32; m]),
         };
         let layout = Layout::taken(&Hardware::of(&gpu).unwrap(), m);
         let normed = poisoned(&gpu, layout.elements(m, width) * 2);
@@ -192,11 +204,10 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         assert_close(&got, &as_f64(&twice), EXACT, "what was added to twice");
 
         // Rows without a norm: after the sum, and alone, with a value in one that f16 does not hold.
-        let overflow = upload(&gpu, &vec![0u32; m]);
         let follows = StreamRows {
             layout,
             rows: &normed,
-            overflow: &overflow,
+            overflow: &residual.overflow,
             layer: 6,
         };
         let mut sum = residual.add(Some(NextRows::Stream(follows)));
@@ -207,17 +218,35 @@ fn norms_after_a_residual_sum_agree_with_f64() {
                 let is_same = f64::from(*got) == want || want.abs() > 65_504.0;
                 assert!(is_same, "{got} and {want}");
             }
-            let mut noted = vec![0u32; m];
-            overflow.read(0, &mut noted).unwrap();
             let mut want = vec![0; m];
             odd.into_iter().for_each(|row| want[row] = 7);
-            assert_eq!(noted, want, "{m} rows of {width}");
+            assert_eq!(residual.noted(), want, "{m} rows of {width}");
         };
         check(&sum, None);
         sum[(m - 1) * width + 5] = -65_520.0;
-        let x = upload(&gpu, &sum);
-        cuda::stream_rows(&gpu, &x, m, width, follows).unwrap();
+        let odd = upload(&gpu, &sum);
+        cuda::stream_rows(&gpu, &odd, m, width, follows).unwrap();
         check(&sum, Some(m - 1));
+
+        // An addend whose squares have no finite sum, which is no fault of what takes the sum.
+        for odd in [1e20, f32::NEG_INFINITY, f32::NAN] {
+            let mut y = y.clone();
+            y[(m - 1) * width + 5] = odd;
+            residual.y = upload(&gpu, &y);
+            residual.stream = upload(&gpu, &x);
+            residual.overflow = upload(&gpu, &vec![0u32; m]);
+            let follows = StreamRows {
+                layout,
+                rows: &normed,
+                overflow: &residual.overflow,
+                layer: 6,
+            };
+            let sum = residual.add(Some(NextRows::Stream(follows)));
+            assert!(sum[(m - 1) * width..].iter().all(|v| v.is_nan()), "{odd}");
+            let mut want = vec![0; m];
+            want[m - 1] = 5;
+            assert_eq!(residual.noted(), want, "{odd} in {m} rows of {width}");
+        }
     }
 }
 
@@ -244,6 +273,7 @@ fn divided_addends_and_factors_of_a_residual_sum_agree_with_f64() {
         stream: upload(&gpu, &x),
         divisors: Some(upload(&gpu, &divisors)),
         scale: Some(upload(&gpu, &[scale])),
+        overflow: upload(&gpu, &[0u32; 5]),
     };
     let (normed, weight) = (poisoned(&gpu, m * width * 2), upload(&gpu, &next));
     let factors = poisoned(&gpu, m * 4);

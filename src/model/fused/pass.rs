@@ -579,6 +579,8 @@ impl<'a> FusedPass<'a> {
             y: &self.memory.projected,
             divisors,
             weight,
+            overflow: self.overflow()?,
+            layer: index,
         };
         cuda::post_norm(
             &self.lowered.gpu,

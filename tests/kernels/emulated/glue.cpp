@@ -162,7 +162,8 @@ static void check_stream_rows(int width, bool fragment_major) {
 }
 
 // The norm of an addend, its addition, and the norm of the sum, if one follows. `factored`: rows of the addend were divided, the sum is
-// multiplied by a number, and the factors of the norm that follows are kept. `as_is`: what follows takes the sum without a norm.
+// multiplied by a number, and the factors of the norm that follows are kept. `as_is`: what follows takes the sum without a norm. Also addends
+// whose squares have no finite sum.
 static void check_post_norm(int rows, int width, bool fragment_major, bool followed, bool factored = false, bool as_is = false) {
     std::vector<float4> y(rows * width / 4), x(y), weight(width / 4), next(weight);
     for (auto* all : {&y, &x, &weight, &next}) {
@@ -178,7 +179,7 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
     std::vector<u32> overflow(rows);
     // A row that f16 cannot hold, which is a fault where what follows takes it.
     if (as_is) (&x[0].x)[(rows - 1) * width + 3] = 1e6f, before = x;
-    post::Arguments a = {&y[0].x, factored ? divisors.data() : nullptr, &weight[0].x, factored ? &scale : nullptr, &x[0].x,
+    post::Arguments a = {&y[0].x, factored ? divisors.data() : nullptr, &weight[0].x, factored ? &scale : nullptr, &x[0].x, overflow.data(), 4,
                          {followed && !as_is ? &next[0].x : nullptr, followed ? (u16*)normed.data() : nullptr, factored ? factors.data() : nullptr, width, 1e-6f,
                           fragment_major, 6, overflow.data()}};
     launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
@@ -203,6 +204,18 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
         for (int i = width; followed && fragment_major && i < whole; i++) {
             u16 got = a.next.normed[fragment_index(groups, r, i)];
             expect(got == 0, "the padding of a norm", r, i, f16_to_float(got), 0);
+        }
+    }
+    // The part that made the addend is noted, not the next one, which takes what came of it.
+    for (float odd : {1e18f, 1e20f, -INFINITY, NAN}) {
+        for (u32& note : overflow) note = 0;
+        (&y[0].x)[(rows - 1) * width + 5] = odd;
+        x = before;
+        launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
+        for (int r = 0; r < rows; r++) {
+            u32 want = r < rows - 1 ? 0 : odd != 1e18f ? 5 : as_is ? 7 : 0;
+            expect(overflow[r] == want, "an addend with overflow", r, 5, overflow[r], want);
+            for (int i = 0; i < width; i++) expect(std::isnan(a.x[r * width + i]) == (want == 5), "the residual stream after overflow", r, i, a.x[r * width + i], want);
         }
     }
 }
