@@ -95,7 +95,7 @@ fn kinds(spec: &Spec) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::model::spec::{Activation, DenseMlpSpec, KeyValues, QkNorm};
+    use crate::model::spec::{Activation, DenseMlpSpec, KeyValues, NormPlacement, QkNorm};
 
     /// The lines of the table in `docs/models.md`.
     fn table() -> String {
@@ -241,5 +241,14 @@ mod tests {
             let expected = format!("block 1 of this qwen3 model has {what}");
             assert_eq!(fused::unsupported(&spec), Some(expected));
         }
+        let mut drafts = read("qwen3_5");
+        assert_eq!(fused::unsupported(&drafts), None);
+        drafts.drafter.as_mut().unwrap().block.norms = NormPlacement {
+            pre: false,
+            post: true,
+        };
+        let expected =
+            "the drafter's block of this qwen3_5 model has no norms before attention and MLP";
+        assert_eq!(fused::unsupported(&drafts).unwrap(), expected);
     }
 }

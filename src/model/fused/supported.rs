@@ -7,6 +7,7 @@ use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, KeyValues, MlpSpec
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
+        let is_drafter = index == spec.blocks.len();
         let of_all_rows = block.mlp.of_all_rows();
         let is_clamped = of_all_rows
             .is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
@@ -49,14 +50,16 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             mlp if !block.norms.pre && mlp.mixture().is_some() => {
                 "experts, and no norm before them"
             }
+            _ if !block.norms.pre && is_drafter => "no norms before attention and MLP",
             _ => return None,
         };
-        Some(format!(
-            "block {index} of this {} model has {what}",
-            spec.family
-        ))
+        let which = match is_drafter {
+            true => "the drafter's block".into(),
+            false => format!("block {index}"),
+        };
+        Some(format!("{which} of this {} model has {what}", spec.family))
     };
-    spec.blocks.iter().enumerate().find_map(of)
+    spec.all_blocks().enumerate().find_map(of)
 }
 
 /// Fails for a model that no fused kernel supports; the error names the unsupported property.
