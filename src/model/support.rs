@@ -213,7 +213,7 @@ mod tests {
         for (spec, what) in [
             (
                 bare,
-                "norms neither before attention and MLP nor after both",
+                "no norms before attention and MLP, and none after them",
             ),
             (beside, "experts, and no norm before them"),
             (

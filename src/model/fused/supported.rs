@@ -45,7 +45,7 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
                 "a norm over all heads of queries, and no projections of keys and of values"
             }
             _ if !block.norms.pre && !ends_with_norms => {
-                "norms neither before attention and MLP nor after both"
+                "no norms before attention and MLP, and none after them"
             }
             mlp if !block.norms.pre && mlp.mixture().is_some() => {
                 "experts, and no norm before them"
