@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
-use super::plan::{self, Applied, Kernel, Norm, Normed, Part, PlannedKernel, Then};
+use super::plan::{self, Applied, Kernel, NextInput, Norm, Normed, Part, PlannedKernel, Then};
 use super::row_adapters::AdaptedPass;
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -264,17 +264,15 @@ impl<'a> FusedPass<'a> {
             Kernel::PerLayerGate { input, gemm } => self.per_layer_gate(index, input, gemm),
             Kernel::PerLayerActivate => self.per_layer_activate(index),
             Kernel::PerLayerProject { gemm } => self.per_layer_project(index, gemm),
-            Kernel::PostNorm {
-                part,
-                scales,
-                next,
-                converts,
-            } => {
-                let next = match (*next, converts) {
-                    (Some((norm, layout)), true) => {
+            Kernel::PostNorm { part, scales, next } => {
+                let next = match *next {
+                    None => None,
+                    Some(NextInput::Normalized(norm, layout)) => {
+                        Some(NextRows::Normalized(self.next_norm(norm, layout)?))
+                    }
+                    Some(NextInput::Stream(norm, layout)) => {
                         Some(NextRows::Stream(self.stream_rows(norm, layout)?))
                     }
-                    (next, _) => self.next_norm(next)?.map(NextRows::Normalized),
                 };
                 self.post_norm(index, *part, *scales, next)
             }
@@ -370,7 +368,8 @@ impl<'a> FusedPass<'a> {
             self.rows,
             self.lowered.sizes.hidden,
             &self.memory.residual,
-            self.next_norm(next)?,
+            next.map(|(norm, layout)| self.next_norm(norm, layout))
+                .transpose()?,
             scratch,
         )
     }
@@ -401,7 +400,8 @@ impl<'a> FusedPass<'a> {
             self.rows,
             self.lowered.sizes.hidden,
             &self.memory.residual,
-            self.next_norm(next)?,
+            next.map(|(norm, layout)| self.next_norm(norm, layout))
+                .transpose()?,
             scratch,
         )
     }
@@ -607,11 +607,8 @@ impl<'a> FusedPass<'a> {
         })
     }
 
-    fn next_norm(&self, next: Option<(Norm, Layout)>) -> Result<Option<NextNorm<'a>>> {
-        let Some((norm, layout)) = next else {
-            return Ok(None);
-        };
-        Ok(Some(NextNorm {
+    fn next_norm(&self, norm: Norm, layout: Layout) -> Result<NextNorm<'a>> {
+        Ok(NextNorm {
             weight: self.norm_weight(norm)?,
             layout,
             rows: &self.memory.input,
@@ -619,7 +616,7 @@ impl<'a> FusedPass<'a> {
                 Norm::PerLayer(_) => Some(&self.per_layer_scratch()?.1.factors),
                 _ => None,
             },
-        }))
+        })
     }
 
     pub(super) fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {

@@ -88,6 +88,15 @@ pub(super) enum Then {
     StoreRow,
 }
 
+/// The input that a kernel makes of the residual stream for the part with the given norm, in a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NextInput {
+    /// Normalized rows.
+    Normalized(Norm, Layout),
+    /// Rows as they are, because the block does not have the norm.
+    Stream(Norm, Layout),
+}
+
 /// A launch of one fused kernel, or of a few that belong together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
@@ -203,13 +212,12 @@ pub(super) enum Kernel {
     PerLayerActivate,
     /// The projection of that product, f32.
     PerLayerProject { gemm: GemmPlan },
-    /// Normalizes the output of a part, adds it to the residual stream, multiplies that by the block's factor if `scales`, and applies the
-    /// next norm if it is known; if the block of that has none, `converts` rows to f16 in its place.
+    /// Normalizes the output of a part, adds it to the residual stream, multiplies that by the block's factor if `scales`, and makes the
+    /// input of the next part if it is known.
     PostNorm {
         part: Part,
         scales: bool,
-        next: Option<(Norm, Layout)>,
-        converts: bool,
+        next: Option<NextInput>,
     },
     /// Logits.
     Head { input: Normed, gemm: GemmPlan },
@@ -599,17 +607,12 @@ impl Planner<'_> {
     /// The norm of the output of a part of a block, and its addition.
     fn post_norm(&mut self, block: usize, part: Part) {
         let next = self.known_next(self.next_norm(block, part));
+        let next = next.map(|(norm, layout)| match self.is_applied(norm) {
+            true => NextInput::Normalized(norm, layout),
+            false => NextInput::Stream(norm, layout),
+        });
         let scales = self.scales(block, part);
-        let converts = next.is_some_and(|(norm, _)| !self.is_applied(norm));
-        self.push(
-            block,
-            Kernel::PostNorm {
-                part,
-                scales,
-                next,
-                converts,
-            },
-        );
+        self.push(block, Kernel::PostNorm { part, scales, next });
     }
 
     /// The projections before the activation of an MLP, and the activation; returns the layout of their output.

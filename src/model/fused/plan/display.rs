@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Applied, Kernel, Norm, Normed, Part, Then};
+use super::{Applied, Kernel, NextInput, Norm, Normed, Part, Then};
 use crate::cuda::Layout;
 use crate::model::adapter::AdaptedPart;
 use crate::model::order::Half;
@@ -194,20 +194,20 @@ impl fmt::Display for Kernel {
             Kernel::PerLayerProject { gemm } => {
                 write!(f, "projection of the own input (rows) -> f32: {gemm}")
             }
-            Kernel::PostNorm {
-                part,
-                scales,
-                next,
-                converts,
-            } => {
+            Kernel::PostNorm { part, scales, next } => {
                 let output = match part {
                     Part::Half(which) => half(which),
                     Part::PerLayer => "the own input",
                 };
                 write!(f, "norm of {output}, add{}", factor(*scales))?;
-                match next.filter(|_| *converts) {
-                    Some((_, layout)) => write!(f, ", rows -> f16 {}", layout_name(layout)),
-                    None => write_next(f, next),
+                match *next {
+                    None => Ok(()),
+                    Some(NextInput::Normalized(norm, layout)) => {
+                        write_next(f, &Some((norm, layout)))
+                    }
+                    Some(NextInput::Stream(_, layout)) => {
+                        write!(f, ", rows -> f16 {}", layout_name(layout))
+                    }
                 }
             }
             Kernel::Head { input, gemm } => write!(f, "head ({input}) -> f32: {gemm}"),

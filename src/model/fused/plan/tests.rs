@@ -308,14 +308,16 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::PostNorm {
             part,
             scales,
-            next: norm,
-            converts: _,
+            next: follows,
         } => {
+            let follows = follows.map_or(Vec::new(), |input| match input {
+                NextInput::Normalized(norm, _) | NextInput::Stream(norm, _) => enter(norm),
+            });
             let leave = match part {
                 Part::Half(half) => BlockOp::Leave(*half),
                 Part::PerLayer => BlockOp::PerLayerLeave,
             };
-            [own(&[leave]), factor(*scales), next(norm)].concat()
+            [own(&[leave]), factor(*scales), follows].concat()
         }
         Kernel::Head { input, .. } => prologue(input),
         // Beside the blocks.
@@ -566,6 +568,7 @@ fn of_drafters() -> String {
             writeln!(table, "{name}, NVFP4, H200, {rows} rows followed").unwrap();
             let steps = drafter::follow(&model, rows, followed, &H200).unwrap();
             table.push_str(&printed(&steps));
+            check_projection_norms(&steps, &model.blocks);
         }
     }
     table
@@ -599,6 +602,7 @@ fn of_adapters() -> String {
                 let completed: Vec<_> = completed.collect();
                 assert_eq!(completed, expected(&specs), "{name}, {rows} rows, {what}");
                 check_adapted(&steps);
+                check_projection_norms(&steps, &model.blocks);
                 if name == "Qwen3-4B, NVFP4, H200" && rows != 40 {
                     let adapts = format!("adapters of {what}");
                     writeln!(table, "{name}, a step of {rows}, {adapts}").unwrap();
@@ -630,6 +634,40 @@ fn of_adapters() -> String {
         table.push_str(&printed(&steps));
     }
     table
+}
+
+/// Norms over all heads follow the projections and what adapters add to them, before attention.
+fn check_projection_norms(steps: &[PlannedKernel], blocks: &[BlockShape]) {
+    let attends = |step: &PlannedKernel| {
+        matches!(
+            step.kernel,
+            Kernel::Decode { .. }
+                | Kernel::DecodeAdapted
+                | Kernel::StoreRows { .. }
+                | Kernel::StoreKv
+        )
+    };
+    let is_norm = |step: &PlannedKernel| step.kernel == Kernel::NormProjections;
+    let mut expected = 0;
+    for (i, step) in steps.iter().enumerate() {
+        if !matches!(step.kernel, Kernel::Qkv { .. }) {
+            continue;
+        }
+        let MixerShape::Attention { normed, .. } = blocks[step.block].mixer else {
+            panic!("{step:?} in a block without attention");
+        };
+        let rest = &steps[i + 1..];
+        let before = &rest[..rest.iter().position(attends).unwrap()];
+        let norm = before.iter().position(is_norm);
+        assert_eq!(norm.is_some(), normed, "{before:?}");
+        let part = AdaptedPart::MixerInputs;
+        let added = Kernel::Expand { part, added: false };
+        let added = before.iter().position(|step| step.kernel == added);
+        assert!(!normed || added < norm, "{before:?}");
+        expected += usize::from(normed);
+    }
+    let norms = steps.iter().filter(|step| is_norm(step)).count();
+    assert_eq!(norms, expected, "{steps:?}");
 }
 
 /// A factors follow the GEMM of their part, beside which they run, and B factors follow them.
@@ -748,6 +786,7 @@ fn plans_are_as_written_down() {
             let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
             let completed: Vec<_> = completed.collect();
             assert_eq!(completed, expected(&specs), "{name}, {kind} of {rows}");
+            check_projection_norms(&steps, &model.blocks);
         }
     }
     table.push_str(&of_drafters());
@@ -789,8 +828,7 @@ fn rows_after_experts_are_converted_apart() {
         pair,
         [
             Kernel::PostNorm {
-                next: Some((Norm::Mlp(1), _)),
-                converts: true,
+                next: Some(NextInput::Stream(Norm::Mlp(1), _)),
                 ..
             },
             Kernel::GateUp { .. }
@@ -800,8 +838,7 @@ fn rows_after_experts_are_converted_apart() {
         pair,
         [
             Kernel::PostNorm {
-                next: Some((Norm::Mixer(2), _)),
-                converts: false,
+                next: Some(NextInput::Normalized(Norm::Mixer(2), _)),
                 ..
             },
             Kernel::Qkv { .. }
