@@ -17,7 +17,7 @@ struct Piece {
     __device__ __forceinline__ Piece(const float* row, int piece, int width)
         : first(load(row, first_element(piece), width)), second(load(row, first_element(piece) + BLOCK, width)) {}
     __device__ __forceinline__ float squares() const { return square_sum(first) + square_sum(second); }
-    // Whether f16 holds all elements, after rounding. NaN is none that it holds.
+    // Whether all elements are finite in f16.
     __device__ __forceinline__ bool fits_f16() const { return fits_f16(first) && fits_f16(second); }
     // This times a norm's factor and weight as f16, in pairs of an element of each block.
     __device__ __forceinline__ uint4 normalized_f16(float f, const Piece& weight) const {

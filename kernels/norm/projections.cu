@@ -1,4 +1,4 @@
-// RMSNorms of a row of projections in place: of all of its queries together, and of all of its keys. A block takes one of both.
+// RMSNorms of a row of projections in place: one over all of its queries, and one over all of its keys, each by a block.
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "norm/piece.cuh"

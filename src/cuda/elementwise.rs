@@ -194,14 +194,14 @@ pub fn rms_norm(
 
 /// Fails for rows that kernels cannot store in a layout.
 fn check_width(layout: Layout, width: usize) -> Result<()> {
-    let multiple = match layout {
-        Layout::RowMajor => 4,
-        Layout::FragmentMajor => BLOCK,
+    let (name, multiple) = match layout {
+        Layout::RowMajor => ("row-major", 4),
+        Layout::FragmentMajor => ("fragment-major", BLOCK),
     };
     if !width.is_multiple_of(multiple) {
         bail!(
             Unsupported,
-            "rows of {width}; the norm takes multiples of {multiple}"
+            "rows of {width}; {name} rows have a multiple of {multiple} elements"
         );
     }
     Ok(())
@@ -437,8 +437,8 @@ struct ProjectionArguments {
     eps: f32,
 }
 
-/// RMSNorms, in place, of the queries and of the keys that begin each row of f32 `x` `[rows, stride]`. `weights` are f32, as wide as what
-/// they multiply.
+/// RMSNorms in place of each row of f32 `x` `[rows, stride]`: one over its queries, which begin the row, and one over its keys after them. Both
+/// have their `widths`, and f32 `weights` of these.
 pub fn norm_projections(
     gpu: &Gpu,
     x: &DeviceBuffer,
