@@ -542,8 +542,8 @@ impl Memory {
     }
 }
 
-/// What is wrong with a row that has a value beyond f16 other than a query, key or value. `takes_stream` as in [`Sizes::takes_stream`];
-/// `recurs` says whether the model has recurrent layers.
+/// The fault of a row with a value beyond f16, for all values but queries, keys and values of attention. `takes_stream` is
+/// [`Sizes::takes_stream`]; `recurs` says whether the model has recurrent layers.
 fn overflowing(takes_stream: bool, recurs: bool) -> String {
     let mut values = vec!["a gate or up projection".to_string()];
     if takes_stream {
