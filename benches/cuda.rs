@@ -709,6 +709,7 @@ fn layer_heads<'a>(norm: &'a DeviceBuffer, frequencies: &'a DeviceBuffer) -> Hea
         rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,
+        rotates_first: false,
     }
 }
 

@@ -76,7 +76,7 @@ fn logits_agree_with_peft() {
 
 /// An adapter beside all linear maps of a model gives the logits of the model that it is merged into, in every kind of layer: biased and
 /// fused projections, experts, gated attention, gated delta nets, Mamba-2, per-layer
-/// inputs, and interleaved RoPE.
+/// inputs, interleaved RoPE, and a residual multiplier.
 #[test]
 fn logits_are_those_of_merged_weights() {
     for (case, least) in [
@@ -90,6 +90,8 @@ fn logits_are_those_of_merged_weights() {
         ("glm4_biased", 10),
         ("glm4moe_biased", 40),
         ("minimaxm2_partial", 40),
+        ("granite_biased", 21),
+        ("olmo2_grouped", 14),
     ] {
         let modules = modules(case);
         assert!(modules.len() >= least, "{case}: {}", modules.len());

@@ -39,7 +39,7 @@ use serde_json::{Value, json};
 const TOLERANCE: f32 = 2e-4;
 
 /// More golden models, which the tests of whole models on a GPU leave out.
-const PROCESSOR_CASES: [&str; 26] = [
+const PROCESSOR_CASES: [&str; 19] = [
     "qwen3moe_normalized",
     "qwen3moe_window",
     "qwen3moe_saved",
@@ -52,19 +52,12 @@ const PROCESSOR_CASES: [&str; 26] = [
     "ministral3_nested",
     "ministral_mixed",
     "mixtral_window",
-    "hunyuan_alpha",
     "hunyuan_biased",
     "granite_tied",
-    "granite_biased",
-    "olmo2_grouped",
     "olmo2_tied",
-    "olmo3_window",
-    "exaone4_plain",
-    "exaone4_mixed",
     "smollm3_listed",
     "seedoss_others",
     "ernie45_plain",
-    "minimaxm2_partial",
     "minimaxm2_whole",
 ];
 
@@ -671,6 +664,32 @@ fn sampling_only() {
         ErrorKind::InvalidArgument,
         "token 150 at index 0 is outside the vocabulary of 150",
     );
+}
+
+/// Passes divide the residual stream by the residual multiplier. Rows from elsewhere are not divided yet, and their norm shows that where
+/// they are about as small as its epsilon.
+#[test]
+fn rows_from_elsewhere_have_the_logits_that_no_multiplier_changes() {
+    let plain = Copy::of("granite_biased", "plain");
+    let config = fs::read(plain.0.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&config).unwrap();
+    config["residual_multiplier"] = json!(1.0);
+    plain.write("config.json", config.to_string().as_bytes());
+    let only = LoadOptions {
+        sampling_only: true,
+        ..options()
+    };
+    let [own, plain] =
+        [&golden("granite_biased"), &plain.0].map(|path| Served::load(path, &only).unwrap());
+    let hidden: Vec<f32> = (0..64).map(|i| 1e-3 * (i as f32).sin()).collect();
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    let mut scratch = Scratch::new();
+    own.logits_of(&hidden, &mut scratch, &mut a).unwrap();
+    plain.logits_of(&hidden, &mut scratch, &mut b).unwrap();
+    let largest = b.iter().fold(0f32, |most, x| most.max(x.abs()));
+    for (a, b) in a.iter().zip(&b) {
+        assert!((a - b).abs() <= 1e-5 * largest, "{a} and {b}");
+    }
 }
 
 #[test]

@@ -179,6 +179,7 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
         rotary_dim: DIM,
         attention_factor: 1.0,
         eps: 1e-6,
+        rotates_first: false,
     };
     for m in [512, 2048, 4096, 8192] {
         let count = m / PAGE;

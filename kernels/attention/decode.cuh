@@ -376,9 +376,9 @@ __device__ __forceinline__ void run(const Arguments& a) {
     for (int turn = 0; turn < TURNS; turn++) {
         int i = warp + turn * WARPS;
         if (i < heads) {
-            norm_and_rotate<D>(y[turn], a.q_norm != nullptr, q_weight, a.head.eps, rotation, a.scale);
+            norm_and_rotate<D>(y[turn], a.q_norm != nullptr, q_weight, a.head, rotation, a.scale);
         } else if (i == heads) {
-            norm_and_rotate<D>(y[turn], a.k_norm != nullptr, k_weight, a.head.eps, rotation, 1);
+            norm_and_rotate<D>(y[turn], a.k_norm != nullptr, k_weight, a.head, rotation, 1);
         } else if (LIMITED && a.row.value_norm && i == heads + 1) {
             float factor = norm_factor<D>(y[turn], a.head.eps);
 #pragma unroll

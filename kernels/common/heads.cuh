@@ -1,4 +1,5 @@
-// One head of queries or keys: RMSNorm over the head if the model has it, then RoPE over all of its elements or the first rotary_dim.
+// One head of queries or keys: RMSNorm over the head if the model has it, then RoPE over all of its elements or the first rotary_dim; or RoPE
+// before the norm.
 #pragma once
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
@@ -8,6 +9,7 @@ struct HeadOptions {
     float attention_factor;    // multiplies cosines and sines
     float eps;
     int rotary_dim;            // elements that rotate, or 0: element i pairs with element i + rotary_dim / 2
+    int rotates_first;         // whether norms are of rotated heads
 };
 
 // The heads of a row of projections: queries, then the keys and values that the layer has itself.
@@ -131,13 +133,18 @@ __device__ __forceinline__ float norm_factor(const float (&y)[SLOTS<D>], float e
     return rsqrtf(warp_sum(sum) / D + eps);
 }
 
-template <int D, int ROTARY>
-__device__ __forceinline__ void norm_and_rotate(float (&y)[SLOTS<D>], bool normed, const float (&weight)[SLOTS<D>], float eps,
-                                                const Rotation<D, ROTARY>& r, float scale) {
-    if (normed) {
-        float factor = norm_factor<D>(y, eps);
+template <int D>
+__device__ __forceinline__ void apply_head_norm(float (&y)[SLOTS<D>], const float (&weight)[SLOTS<D>], float eps, float scale) {
+    float factor = norm_factor<D>(y, eps) * scale;
 #pragma unroll
-        for (int j = 0; j < SLOTS<D>; j++) y[j] *= factor * weight[j];
-    }
-    r.apply(y, scale);
+    for (int j = 0; j < SLOTS<D>; j++) y[j] *= factor * weight[j];
+}
+
+template <int D, int ROTARY>
+__device__ __forceinline__ void norm_and_rotate(float (&y)[SLOTS<D>], bool normed, const float (&weight)[SLOTS<D>], const HeadOptions& o,
+                                                const Rotation<D, ROTARY>& r, float scale) {
+    bool is_last = normed && o.rotates_first;
+    if (normed && !is_last) apply_head_norm<D>(y, weight, o.eps, 1);
+    r.apply(y, is_last ? 1 : scale);
+    if (is_last) apply_head_norm<D>(y, weight, o.eps, scale);
 }

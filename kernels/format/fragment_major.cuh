@@ -33,3 +33,14 @@ __device__ __forceinline__ void store_fragments(u16* to, int groups, int row, in
     at[2 * NEXT] = pack_f16(first.z, second.z);
     at[3 * NEXT] = pack_f16(first.w, second.w);
 }
+
+// As store_fragments(), or to row-major activations of `width`, which have no padding.
+__device__ __forceinline__ void store_activations(u16* to, bool fragment_major, int groups, int width, int row, int k, float4 first, float4 second) {
+    if (fragment_major) {
+        store_fragments(to, groups, row, k, first, second);
+        return;
+    }
+    u16* at = to + (size_t)row * width + k;
+    if (k < width) *(uint2*)at = make_uint2(pack_f16(first.x, first.y), pack_f16(first.z, first.w));
+    if (k + BLOCK < width) *(uint2*)(at + BLOCK) = make_uint2(pack_f16(second.x, second.y), pack_f16(second.z, second.w));
+}

@@ -17,6 +17,8 @@ struct Piece {
     __device__ __forceinline__ Piece(const float* row, int piece, int width)
         : first(load(row, first_element(piece), width)), second(load(row, first_element(piece) + BLOCK, width)) {}
     __device__ __forceinline__ float squares() const { return square_sum(first) + square_sum(second); }
+    // Whether all elements are finite in f16.
+    __device__ __forceinline__ bool fits_f16() const { return fits_f16(first) && fits_f16(second); }
     // This times a norm's factor and weight as f16, in pairs of an element of each block.
     __device__ __forceinline__ uint4 normalized_f16(float f, const Piece& weight) const {
         float4 p = first, q = second, v = weight.first, w = weight.second;
@@ -25,6 +27,10 @@ struct Piece {
     }
 
 private:
+    static __device__ __forceinline__ bool fits_f16(float4 v) {
+        constexpr float END = 65520;
+        return fabsf(v.x) < END && fabsf(v.y) < END && fabsf(v.z) < END && fabsf(v.w) < END;
+    }
     static __device__ __forceinline__ float4 load(const float* row, int i, int width) {
         return i < width ? *(const float4*)(row + i) : make_float4(0, 0, 0, 0);
     }

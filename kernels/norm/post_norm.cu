@@ -1,5 +1,5 @@
-// The norm after a part of a block, and its addition to the residual stream: x = (x + rms_norm(y) * weight) * scale, followed by the norm
-// of the new x if that can be fused. A block takes a row, which passes through registers once.
+// The norm after a part of a block, and its addition to the residual stream: x = (x + rms_norm(y) * weight) * scale. The input of the next
+// part follows if that can be fused: the norm of the new x, or its rows as f16. A block takes a row, which passes through registers once.
 #include "norm/residual.cuh"
 
 struct Arguments {
@@ -8,6 +8,8 @@ struct Arguments {
     const float* weight;    // [width]
     const float* scale;     // one number; null for 1
     float* x;               // [rows, width]: the residual stream
+    u32* overflow;          // [rows]: if it is 0, set to 1 + layer where the squares of a row of y have no finite sum
+    int layer;              // of the part
     NextNorm next;
 };
 
@@ -34,7 +36,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) post_norm(const __grid_con
         sum += v[j].squares();
     }
     float divisor = a.divisors ? a.divisors[row] : 1;
-    float factor = rsqrtf(block_sum(sum, warp_sums[0]) / width * (divisor * divisor) + a.next.eps) * divisor;
+    sum = block_sum(sum, warp_sums[0]);
+    if (!(sum < INFINITY)) {
+        // By every thread, so that none has noted the layer of the next part before.
+        atomicCAS(a.overflow + row, 0, a.layer + 1);
+        // NaN, so that logits are not finite, where the host looks for notes.
+        sum -= sum;
+    }
+    float factor = rsqrtf(sum / width * (divisor * divisor) + a.next.eps) * divisor;
 #pragma unroll
     for (int j = 0; j < THREAD_PIECES; j++) {
         r[j].first = scaled(add(r[j].first, apply_norm(v[j].first, factor, w[j].first)), scale);

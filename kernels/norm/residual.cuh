@@ -1,4 +1,5 @@
-// Stores a row of the residual stream from the registers of a block of threads, with the RMSNorm that follows if that can be fused.
+// Stores a row of the residual stream from the registers of a block of threads. Stores the input of the next part too if that can be fused: the
+// RMSNorm of the row, or the row as f16.
 #pragma once
 #include "common/reduce.cuh"
 #include "format/fragment_major.cuh"
@@ -25,17 +26,23 @@ __device__ __forceinline__ float4 add(float4 a, float4 b) { return make_float4(a
 // The norm that follows.
 struct NextNorm {
     const float* weight;    // [width]; null if no norm follows
-    u16* normed;            // f16 [rows, width], row-major or fragment-major
+    u16* normed;            // f16 [rows, width], row-major or fragment-major: the norm, or without one the rows as they are; null for neither
     float* factors;         // [rows]: 1 / sqrt(mean(x^2) + eps); or null
     int width;              // a multiple of 4, and of 16 if fragment-major
     float eps;
     int fragment_major;
+    int layer;              // of the part that takes rows without a norm
+    u32* overflow;          // [rows]: if it is 0, set to 1 + layer where f16 cannot hold a row without a norm
 
     // A thread's pieces of the weight.
     __device__ __forceinline__ void load(Piece (&w)[THREAD_PIECES]) const {
 #pragma unroll
         for (int j = 0; j < THREAD_PIECES; j++) {
-            if (weight) w[j] = Piece(weight, threadIdx.x + j * THREADS, width);
+            if (weight) {
+                w[j] = Piece(weight, threadIdx.x + j * THREADS, width);
+            } else {
+                w[j].first = w[j].second = make_float4(1, 1, 1, 1);
+            }
         }
     }
 
@@ -54,27 +61,24 @@ struct NextNorm {
         if (factors && i == 0) factors[row] = factor;
         if (i >= pieces()) return;
         float4 first = apply_norm(r.first, factor, w.first), second = apply_norm(r.second, factor, w.second);
-        if (fragment_major) {
-            store_fragments(normed, ceil_div(gridDim.x, GROUP_ROWS), row, k, first, second);
-        } else {
-            u16* to = normed + (size_t)row * width + k;
-            if (k < width) *(uint2*)to = make_uint2(pack_f16(first.x, first.y), pack_f16(first.z, first.w));
-            if (k + BLOCK < width) *(uint2*)(to + BLOCK) = make_uint2(pack_f16(second.x, second.y), pack_f16(second.z, second.w));
-        }
+        store_activations(normed, fragment_major, ceil_div(gridDim.x, GROUP_ROWS), width, row, k, first, second);
     }
 
-    // Stores a thread's pieces `r` of a row to `x`, and their norm to `normed`. All threads of the block call this. `warp_sums` is shared
-    // memory for WARPS floats.
+    // Stores a thread's pieces `r` of a row to `x`, and their norm, or themselves, to `normed`. All threads of the block call this.
+    // `warp_sums` is shared memory for WARPS floats.
     __device__ __forceinline__ void store(int row, float* x, const Piece (&r)[THREAD_PIECES], const Piece (&w)[THREAD_PIECES],
                                           float* warp_sums) const {
         float sum = 0;
+        bool fits = true;
 #pragma unroll
         for (int j = 0; j < THREAD_PIECES; j++) {
             store_residual(x, threadIdx.x + j * THREADS, r[j]);
             sum += r[j].squares();
+            fits &= r[j].fits_f16();
         }
-        if (!weight) return;
-        float factor = rsqrtf(block_sum(sum, warp_sums) / width + eps);
+        if (!normed) return;
+        float factor = weight ? rsqrtf(block_sum(sum, warp_sums) / width + eps) : 1;
+        if (!weight && !fits) atomicCAS(overflow + row, 0, layer + 1);
 #pragma unroll
         for (int j = 0; j < THREAD_PIECES; j++) store_norm(row, threadIdx.x + j * THREADS, r[j], factor, w[j]);
     }

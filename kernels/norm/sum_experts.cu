@@ -11,7 +11,7 @@ struct Arguments {
     const float* shared;    // [rows, width]: of the shared expert; or null
     const float* gate;      // a logit at r * gate_stride for row r, whose sigmoid multiplies `shared`; or null
     float* x;               // [rows, width]: the residual stream
-    NextNorm next;
+    NextNorm next;          // with a weight, or nothing follows
     int per_token;          // at most a warp's lanes
     int gate_stride;
 };

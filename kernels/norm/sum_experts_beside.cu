@@ -12,7 +12,7 @@ struct Arguments {
     const float* post_norm;
     const float* scale;         // one number; null for 1
     float* x;                   // [rows, width]: the residual stream
-    NextNorm next;
+    NextNorm next;              // with a weight, or nothing follows
     int per_token;
 };
 

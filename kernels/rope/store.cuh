@@ -30,6 +30,8 @@ struct RowsArguments {
 };
 
 constexpr int WARPS = 4;
+// Minimum blocks of store_rows() per multiprocessor; 0 leaves it to the compiler, which on sm_86 and sm_89 aims at so many that it spills.
+constexpr int ROWS_BLOCKS = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 ? 8 : 0;
 
 // Stores a vector, of which each lane of a warp has some elements, `step` elements apart; and its scale, if such elements have one.
 template <int D, typename E>
@@ -67,7 +69,7 @@ __device__ __forceinline__ void heads(const Arguments& a) {
     float weight[SLOTS<D>], y[SLOTS<D>];
     load_norm<D>(norm, weight);
     load_head<D>(x, y);
-    norm_and_rotate<D>(y, norm != nullptr, weight, a.head.eps, Rotation<D, ROTARY>(a.head, position), is_key ? 1 : a.scale);
+    norm_and_rotate<D>(y, norm != nullptr, weight, a.head, Rotation<D, ROTARY>(a.head, position), is_key ? 1 : a.scale);
     note_unfit(a.pages, row, has_unfit(y));
     if (is_key) {
         store_vector<D>(keys<D, E>(a.pages, 0, position, head - a.heads), 1, scales<D, E>(a.pages, 0, position, head - a.heads), y);
@@ -141,7 +143,7 @@ __device__ __forceinline__ void store_rows(const RowsArguments& a) {
     if (is_key) {
         float weight[SLOTS<D>];
         load_norm<D>(a.k_norm, weight);
-        norm_and_rotate<D>(y, a.k_norm != nullptr, weight, a.head.eps, Rotation<D, ROTARY>(a.head, position), 1);
+        norm_and_rotate<D>(y, a.k_norm != nullptr, weight, a.head, Rotation<D, ROTARY>(a.head, position), 1);
     }
     E* to = is_key ? keys<D, E>(a.pages, row, position, head) : values<D, E>(a.pages, row, position, head - kv_heads);
     // The scales of values follow those of all keys.
@@ -154,7 +156,8 @@ __device__ __forceinline__ void store_rows(const RowsArguments& a) {
 #define VALUES_OF(E, D, NAME) \
     extern "C" __global__ void __launch_bounds__(D) NAME(const __grid_constant__ Arguments a) { store_values<D, E>(a); }
 #define ROWS_OF(E, D, ROTARY, NAME) \
-    extern "C" __global__ void __launch_bounds__(WARPS* WARP) NAME(const __grid_constant__ RowsArguments a) { store_rows<D, ROTARY, E>(a); }
+    extern "C" __global__ void __launch_bounds__(WARPS* WARP, ROWS_BLOCKS) \
+    NAME(const __grid_constant__ RowsArguments a) { store_rows<D, ROTARY, E>(a); }
 #define HEADS(D, ROTARY, NAME) HEADS_OF(u16, D, ROTARY, NAME)
 #define VALUES(D) VALUES_OF(u16, D, rope_store_values_##D)
 #define ROWS(D, ROTARY, NAME) ROWS_OF(u16, D, ROTARY, NAME)

@@ -26,9 +26,22 @@ kernels! {
         }
     }
 
+    /// Rows of the residual stream as they are, by the layout of the result.
+    enum StreamKernel(StreamArguments) {
+        RmsNorm {
+            RowMajor = "stream_rows",
+            FragmentMajor = "stream_rows_fragments",
+        }
+    }
+
     /// The norm after a half of a block, and the next.
     enum PostNorm(PostNormArguments) {
         PostNorm { Rows = "post_norm" }
+    }
+
+    /// The norms of queries and of keys.
+    enum ProjectionNorms(ProjectionArguments) {
+        ProjectionNorms { Rows = "norm_projections" }
     }
 
     /// The gated linear unit.
@@ -158,16 +171,11 @@ pub fn rms_norm(
     x.holds("rows", &[at + rows * width * 4])?;
     weight.holds("a norm", &[width * 4])?;
     y.holds("normalised rows", &[layout.elements(rows, width), 2])?;
-    let (kernel, multiple) = match layout {
-        Layout::RowMajor => (RmsNorm::RowMajor, 4),
-        Layout::FragmentMajor => (RmsNorm::FragmentMajor, BLOCK),
+    check_width(layout, width)?;
+    let kernel = match layout {
+        Layout::RowMajor => RmsNorm::RowMajor,
+        Layout::FragmentMajor => RmsNorm::FragmentMajor,
     };
-    if !width.is_multiple_of(multiple) {
-        bail!(
-            Unsupported,
-            "rows of {width}; the norm takes multiples of {multiple}"
-        );
-    }
     let arguments = NormArguments {
         x: x.address() + at as u64,
         weight: weight.address(),
@@ -184,6 +192,57 @@ pub fn rms_norm(
     }
 }
 
+/// Fails for rows that kernels cannot store in a layout.
+fn check_width(layout: Layout, width: usize) -> Result<()> {
+    let (name, multiple) = match layout {
+        Layout::RowMajor => ("row-major", 4),
+        Layout::FragmentMajor => ("fragment-major", BLOCK),
+    };
+    if !width.is_multiple_of(multiple) {
+        bail!(
+            Unsupported,
+            "rows of {width}; {name} rows have a multiple of {multiple} elements"
+        );
+    }
+    Ok(())
+}
+
+#[repr(C)]
+struct StreamArguments {
+    x: u64,
+    y: u64,
+    overflow: u64,
+    width: i32,
+    layer: i32,
+}
+
+/// f32 rows `x` of `width` as f16 in the place and the layout that `next` says.
+pub fn stream_rows(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    rows: usize,
+    width: usize,
+    next: StreamRows<'_>,
+) -> Result<()> {
+    x.holds("rows", &[rows, width, 4])?;
+    next.check(rows, width)?;
+    check_width(next.layout, width)?;
+    let arguments = StreamArguments {
+        x: x.address(),
+        y: next.rows.address(),
+        overflow: next.overflow.address(),
+        width: int("the hidden size", width)?,
+        layer: int("a layer", next.layer)?,
+    };
+    let kernel = match next.layout {
+        Layout::RowMajor => StreamKernel::RowMajor,
+        Layout::FragmentMajor => StreamKernel::FragmentMajor,
+    };
+    let launch = Launch::new([rows as u32, 1, 1], THREADS);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(kernel).run(gpu, &arguments) }
+}
+
 #[repr(C)]
 struct PostNormArguments {
     y: u64,
@@ -191,12 +250,14 @@ struct PostNormArguments {
     weight: u64,
     scale: u64,
     x: u64,
+    overflow: u64,
+    layer: i32,
     next: NextArgument,
 }
 
 /// The longest row of a residual stream that a CTA keeps in registers.
 const RESIDUAL_WIDTH: usize = 8192;
-/// Threads of such a CTA.
+/// Threads of such a CTA, and of one that normalizes projections.
 pub(super) const RESIDUAL_THREADS: u32 = 512;
 
 /// The RMSNorm after an addition to the residual stream: its weight, f32 `[width]`, and where the normalized rows go, as f16 in a layout.
@@ -212,7 +273,40 @@ pub struct NextNorm<'a> {
     pub factors: Option<&'a DeviceBuffer>,
 }
 
+/// Rows of a residual stream as f16, for what takes them without a norm.
+#[derive(Clone, Copy)]
+pub struct StreamRows<'a> {
+    /// Their layout.
+    pub layout: Layout,
+    /// Where they go.
+    pub rows: &'a DeviceBuffer,
+    /// A u32 for each row. If a row has a value that f16 cannot hold, its u32 becomes 1 + `layer`, unless it is set already.
+    pub overflow: &'a DeviceBuffer,
+    /// The layer that takes the rows.
+    pub layer: usize,
+}
+
+impl StreamRows<'_> {
+    fn check(&self, rows: usize, width: usize) -> Result<()> {
+        let elements = self.layout.elements(rows, width);
+        self.rows
+            .holds("rows of the residual stream", &[elements, 2])?;
+        self.overflow
+            .holds("the layers that overflowed", &[rows, 4])
+    }
+}
+
+/// Rows of a residual stream for the next half of a block.
+#[derive(Clone, Copy)]
+pub enum NextRows<'a> {
+    /// Its norm.
+    Normalized(NextNorm<'a>),
+    /// Rows as they are.
+    Stream(StreamRows<'a>),
+}
+
 #[repr(C)]
+#[derive(Default)]
 pub(super) struct NextArgument {
     weight: u64,
     normed: u64,
@@ -220,40 +314,56 @@ pub(super) struct NextArgument {
     width: i32,
     eps: f32,
     fragment_major: i32,
+    layer: i32,
+    overflow: u64,
 }
 
 impl NextArgument {
     /// The argument for `rows` rows of `width`.
     pub(super) fn new(
-        next: Option<NextNorm<'_>>,
+        next: Option<NextRows<'_>>,
         rows: usize,
         width: usize,
         eps: f32,
     ) -> Result<NextArgument> {
-        if let Some(next) = next {
-            next.weight.holds("a norm", &[width, 4])?;
-            next.rows
-                .holds("normalised rows", &[next.layout.elements(rows, width), 2])?;
-            if let Some(factors) = next.factors {
-                factors.holds("factors", &[rows, 4])?;
-            }
-        }
-        let factors = next.and_then(|next| next.factors);
         if !width.is_multiple_of(BLOCK) || width > RESIDUAL_WIDTH {
             bail!(
                 Unsupported,
                 "a residual stream of {width}; what adds to it and normalizes takes multiples of {BLOCK} up to {RESIDUAL_WIDTH}"
             );
         }
-        Ok(NextArgument {
-            weight: next.map_or(0, |next| next.weight.address()),
-            normed: next.map_or(0, |next| next.rows.address()),
-            factors: factors.map_or(0, DeviceBuffer::address),
+        let plain = NextArgument {
             width: int("the hidden size", width)?,
             eps,
-            fragment_major: next
-                .is_some_and(|next| next.layout == Layout::FragmentMajor)
-                .into(),
+            ..NextArgument::default()
+        };
+        Ok(match next {
+            None => plain,
+            Some(NextRows::Normalized(next)) => {
+                next.weight.holds("a norm", &[width, 4])?;
+                next.rows
+                    .holds("normalised rows", &[next.layout.elements(rows, width), 2])?;
+                if let Some(factors) = next.factors {
+                    factors.holds("factors", &[rows, 4])?;
+                }
+                NextArgument {
+                    weight: next.weight.address(),
+                    normed: next.rows.address(),
+                    factors: next.factors.map_or(0, DeviceBuffer::address),
+                    fragment_major: (next.layout == Layout::FragmentMajor).into(),
+                    ..plain
+                }
+            }
+            Some(NextRows::Stream(next)) => {
+                next.check(rows, width)?;
+                NextArgument {
+                    normed: next.rows.address(),
+                    fragment_major: (next.layout == Layout::FragmentMajor).into(),
+                    layer: int("a layer", next.layer)?,
+                    overflow: next.overflow.address(),
+                    ..plain
+                }
+            }
         })
     }
 }
@@ -267,10 +377,15 @@ pub struct NormedAddend<'a> {
     pub divisors: Option<&'a DeviceBuffer>,
     /// Weight of the norm, f32 `[width]`.
     pub weight: &'a DeviceBuffer,
+    /// A u32 for each row. If the squares of a row of `y` have no finite sum, its u32 becomes 1 + `layer`, unless it is set already: an
+    /// earlier kernel has left f16.
+    pub overflow: &'a DeviceBuffer,
+    /// The layer that made `y`.
+    pub layer: usize,
 }
 
-/// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x` if `next` is given. `scale` is one f32;
-/// `None` stands for 1.
+/// `x = (x + rms_norm(y) * weight) * scale` for f32 rows of `width`, then the norm of the new `x`, or its rows as they are, if `next` is
+/// given. `scale` is one f32; `None` stands for 1.
 pub fn post_norm(
     gpu: &Gpu,
     addend: NormedAddend<'_>,
@@ -279,16 +394,19 @@ pub fn post_norm(
     rows: usize,
     width: usize,
     x: &DeviceBuffer,
-    next: Option<NextNorm<'_>>,
+    next: Option<NextRows<'_>>,
 ) -> Result<()> {
     let NormedAddend {
         y,
         divisors,
         weight,
+        overflow,
+        layer,
     } = addend;
     y.holds("rows", &[rows, width, 4])?;
     x.holds("rows", &[rows, width, 4])?;
     weight.holds("a norm", &[width, 4])?;
+    overflow.holds("the layers that overflowed", &[rows, 4])?;
     if let Some(divisors) = divisors {
         divisors.holds("divisors", &[rows, 4])?;
     }
@@ -301,11 +419,56 @@ pub fn post_norm(
         weight: weight.address(),
         scale: scale.map_or(0, DeviceBuffer::address),
         x: x.address(),
+        overflow: overflow.address(),
+        layer: int("a layer", layer)?,
         next: NextArgument::new(next, rows, width, eps)?,
     };
     let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);
     // SAFETY: sizes were checked.
     unsafe { launch.of(PostNorm::Rows).run(gpu, &arguments) }
+}
+
+#[repr(C)]
+struct ProjectionArguments {
+    x: u64,
+    weights: [u64; 2],
+    widths: [i32; 2],
+    stride: i32,
+    eps: f32,
+}
+
+/// RMSNorms in place of each row of f32 `x` `[rows, stride]`: one over its queries, which begin the row, and one over its keys after them. Both
+/// have their `widths`, and f32 `weights` of these.
+pub fn norm_projections(
+    gpu: &Gpu,
+    x: &DeviceBuffer,
+    weights: [&DeviceBuffer; 2],
+    widths: [usize; 2],
+    eps: f32,
+    (rows, stride): (usize, usize),
+) -> Result<()> {
+    x.holds("projections", &[rows, stride, 4])?;
+    for (weight, width) in weights.into_iter().zip(widths) {
+        weight.holds("a norm", &[width, 4])?;
+    }
+    let [queries, keys] = widths;
+    let are_multiples = [queries, keys, stride].iter().all(|n| n.is_multiple_of(4));
+    if !are_multiples || queries + keys > stride {
+        bail!(
+            Internal,
+            "norms of {queries} and {keys} elements of rows of {stride}; they take multiples of 4"
+        );
+    }
+    let arguments = ProjectionArguments {
+        x: x.address(),
+        weights: weights.map(DeviceBuffer::address),
+        widths: [int("queries", queries)?, int("keys", keys)?],
+        stride: int("a row of projections", stride)?,
+        eps,
+    };
+    let launch = Launch::new([rows as u32, 2, 1], RESIDUAL_THREADS);
+    // SAFETY: sizes were checked.
+    unsafe { launch.of(ProjectionNorms::Rows).run(gpu, &arguments) }
 }
 
 #[repr(C)]

@@ -1,7 +1,7 @@
 //! The end of a mixture of experts: the weighted sum of a row's experts, which is added to the residual stream.
 
 use super::driver::{DeviceBuffer, Gpu, Launch, Planned};
-use super::elementwise::{NextArgument, NextNorm, RESIDUAL_THREADS};
+use super::elementwise::{NextArgument, NextNorm, NextRows, RESIDUAL_THREADS};
 use super::experts::ExpertScratch;
 use super::kernel::kernels;
 use super::linear::{CHUNK_K, Layout};
@@ -113,7 +113,7 @@ pub fn sum_experts(
             0
         },
         x: x.address(),
-        next: NextArgument::new(next, rows, hidden, eps)?,
+        next: NextArgument::new(next.map(NextRows::Normalized), rows, hidden, eps)?,
         per_token: routing.per_token as i32,
         gate_stride: (routing.experts + 1) as i32,
     };
@@ -192,7 +192,7 @@ pub fn sum_experts_beside(
         post_norm: beside.post_norm.address(),
         scale: beside.scale.map_or(0, DeviceBuffer::address),
         x: x.address(),
-        next: NextArgument::new(next, rows, hidden, eps)?,
+        next: NextArgument::new(next.map(NextRows::Normalized), rows, hidden, eps)?,
         per_token: routing.per_token as i32,
     };
     let launch = Launch::new([rows as u32, 1, 1], RESIDUAL_THREADS);

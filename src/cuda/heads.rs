@@ -48,6 +48,8 @@ pub struct Heads<'a> {
     pub attention_factor: f32,
     /// Added to the mean square in both norms.
     pub eps: f32,
+    /// Whether both norms are of rotated heads.
+    pub rotates_first: bool,
 }
 
 /// Head dimensions that have kernels.
@@ -232,6 +234,7 @@ impl Heads<'_> {
             attention_factor: self.attention_factor,
             eps: self.eps,
             rotary_dim: self.rotary_dim as i32,
+            rotates_first: self.rotates_first.into(),
         })
     }
 
@@ -358,6 +361,7 @@ pub(super) struct HeadOptions {
     attention_factor: f32,
     eps: f32,
     rotary_dim: i32,
+    rotates_first: i32,
 }
 
 /// [`RowHeads`] as an argument of kernels.

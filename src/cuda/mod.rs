@@ -60,7 +60,8 @@ pub use driver::{
     target, unavailable,
 };
 pub use elementwise::{
-    NextNorm, NormedAddend, gate_heads, glu, post_norm, relu_squared, rms_norm, soft_cap,
+    NextNorm, NextRows, NormedAddend, StreamRows, gate_heads, glu, norm_projections, post_norm,
+    relu_squared, rms_norm, soft_cap, stream_rows,
 };
 pub use expert_sums::{BesideExperts, SharedExpert, sum_experts, sum_experts_beside};
 pub use experts::{

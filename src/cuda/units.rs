@@ -109,6 +109,7 @@ units! {
     L1 = "loss/l1.cu",
     DrafterRows = "norm/drafter.cu",
     PostNorm = "norm/post_norm.cu",
+    ProjectionNorms = "norm/projections.cu",
     RmsNorm = "norm/rms_norm.cu",
     RmsNormF32 = "norm/rms_norm_f32.cu",
     NormTraining = "norm/training.cu",

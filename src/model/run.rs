@@ -11,9 +11,9 @@ use super::{KvType, Model, Weights};
 use crate::base::error::{bail, err};
 use crate::base::turns::Turn;
 use crate::base::{Error, Result, call, memory};
-use crate::ops::Slice;
 use crate::ops::likelihood::{Likelihood, likelihoods};
 use crate::ops::sample::{self, Choice};
+use crate::ops::{Slice, activation};
 
 /// Rows that go through the blocks together on the CPU: enough to make full use of each weight that is read, few enough that
 /// scratch memory does not grow with the prompt.
@@ -550,8 +550,12 @@ impl Model {
             let _turn = self.turn()?;
             let residual = &mut scratch.block.residual;
             residual.grow(&self.device, rows.len())?;
-            let to = residual.first_mut(rows.len())?;
-            to.copy_from(Slice::Host(rows))?;
+            let mut to = residual.first_mut(rows.len())?;
+            to.reborrow().copy_from(Slice::Host(rows))?;
+            match self.spec().residual_scale {
+                1.0 => {}
+                divisor => activation::scale(&self.device, to, 1.0 / divisor)?,
+            }
             let all: Vec<usize> = (0..rows.len() / width).collect();
             self.head(&all, &mut scratch.block, logits)?;
         }

@@ -23,7 +23,7 @@ pub struct Spec {
     pub vocab_size: usize,
     /// Maximum number of positions of the model.
     pub max_positions: usize,
-    /// Epsilon, added to the mean square in every RMSNorm.
+    /// Epsilon, added to the mean square in every RMSNorm. The residual stream is divided by [`Spec::residual_scale`] before.
     pub norm_eps: f32,
     /// Whether norms are stored as offsets from one.
     pub norm_plus_one: bool,
@@ -33,7 +33,8 @@ pub struct Spec {
     pub per_layer_table: Option<PerLayerTableSpec>,
     /// Whether the head shares the embedding's table.
     pub tied: bool,
-    /// Residual multiplier: factor of what each half of a block adds to the residual stream.
+    /// Residual multiplier: factor of what each half of a block adds to the residual stream. Passes divide the residual stream by it, so that
+    /// halves add what they compute.
     pub residual_scale: f32,
     /// Factor of the logits.
     pub logit_scale: f32,
@@ -535,6 +536,11 @@ impl Spec {
             );
         }
         Ok(())
+    }
+
+    /// Factor of a token's embedding in the residual stream, which is divided by [`Spec::residual_scale`].
+    pub(crate) fn stream_scale(&self) -> f32 {
+        self.embedding_scale / self.residual_scale
     }
 
     /// The number of rotations whose long table applies to a sequence with room for `capacity` positions: keys of sequences of which this

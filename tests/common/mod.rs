@@ -180,7 +180,7 @@ impl Drop for Copy {
 }
 
 /// The golden models that the processor and a GPU are tested with. A GPU refuses some of them, whose heads are small.
-pub(crate) const DEVICE_CASES: [&str; 37] = [
+pub(crate) const DEVICE_CASES: [&str; 44] = [
     "qwen3_tied",
     "qwen3_untied",
     "qwen3_yarn",
@@ -218,6 +218,13 @@ pub(crate) const DEVICE_CASES: [&str; 37] = [
     "glm4_biased",
     "glm4moe_biased",
     "glm4moe_grouped",
+    "granite_biased",
+    "minimaxm2_partial",
+    "hunyuan_alpha",
+    "olmo2_grouped",
+    "olmo3_window",
+    "exaone4_plain",
+    "exaone4_mixed",
 ];
 
 /// Models with recurrent layers, whose kernels on a GPU are fused ones alone.

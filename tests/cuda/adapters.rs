@@ -456,8 +456,8 @@ fn both_ways(
 }
 
 /// Cases with every kind of layer that a GPU adapts, and the bound of their logits: biased and fused projections, norms after halves, keys
-/// and values of other blocks, gated attention, gated delta nets and Mamba-2.
-const CASES: [(&str, f64); 7] = [
+/// and values of other blocks, gated attention, gated delta nets, Mamba-2, a residual multiplier, norms over all heads and after rotation.
+const CASES: [(&str, f64); 10] = [
     ("qwen3_tied", 5e-3),
     ("llama_biased", 5e-3),
     ("phi3_partial", 5e-3),
@@ -465,6 +465,9 @@ const CASES: [(&str, f64); 7] = [
     ("gemma4_shared", 5e-3),
     ("qwen35_tied", 1e-2),
     ("nemotronh_dense", 1e-2),
+    ("granite_biased", 5e-3),
+    ("olmo2_grouped", 5e-3),
+    ("hunyuan_alpha", 5e-3),
 ];
 
 /// The linear maps of a case that a GPU adapts.

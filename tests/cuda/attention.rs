@@ -39,6 +39,8 @@ pub(crate) struct Sequence {
     keys_as_values: bool,
     /// Whether values are normalized.
     value_norm: bool,
+    /// Whether norms are of rotated heads.
+    rotates_first: bool,
     /// Element type of the cache. In 8 bits keys and values are rounded before attention, which f16 leaves to the bound.
     pub(crate) kv: KvType,
 }
@@ -77,6 +79,7 @@ impl Sequence {
             sinks: None,
             keys_as_values: false,
             value_norm: false,
+            rotates_first: false,
             kv: KvType::F16,
         }
     }
@@ -162,14 +165,25 @@ impl Sequence {
     /// A head of queries or keys after norm and rotation.
     fn head(&self, position: usize, head: usize, norm: &[f32]) -> Vec<f64> {
         let x = &self.qkv[position * self.row() + head * self.dim..][..self.dim];
-        let normed = as_f64(&rms_norm(x, norm));
+        match self.rotates_first {
+            true => {
+                let rotated = self.rotated(position, &as_f64(x));
+                let rotated: Vec<f32> = rotated.into_iter().map(|y| y as f32).collect();
+                as_f64(&rms_norm(&rotated, norm))
+            }
+            false => self.rotated(position, &as_f64(&rms_norm(x, norm))),
+        }
+    }
+
+    /// A head after rotation.
+    fn rotated(&self, position: usize, x: &[f64]) -> Vec<f64> {
         let half = self.frequencies.len();
-        let mut y = normed.clone();
+        let mut y = x.to_vec();
         for i in 0..half {
             let (sin, cos) = f64::from(position as f32 * self.frequencies[i]).sin_cos();
             let (sin, cos) = (sin * ATTENTION_FACTOR, cos * ATTENTION_FACTOR);
-            y[i] = normed[i] * cos - normed[i + half] * sin;
-            y[i + half] = normed[i + half] * cos + normed[i] * sin;
+            y[i] = x[i] * cos - x[i + half] * sin;
+            y[i + half] = x[i + half] * cos + x[i] * sin;
         }
         y
     }
@@ -292,6 +306,7 @@ impl DeviceHeads {
             rotary_dim: s.rotary_dim(),
             attention_factor: ATTENTION_FACTOR as f32,
             eps: EPS,
+            rotates_first: s.rotates_first,
         }
     }
 }
@@ -522,6 +537,30 @@ fn check_alone(gpu: &Arc<Gpu>, s: &Sequence, prefix: usize) {
     };
     cached.check_prefill(prefix);
     cached.check_decode();
+}
+
+/// Norms of rotated heads, of which all elements rotate or a part, in 16 bits and in 8.
+#[test]
+fn attention_with_norms_after_rotation_agrees_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    for (i, &(shape, rotary_dim, len, prefix, window)) in [
+        ((8, 2, 128), 128, 150, 64, None),
+        ((4, 1, 64), 64, 200, 63, Some(17)),
+        ((4, 2, 32), 16, 70, 3, None),
+        ((4, 2, 32), 32, 90, 20, None),
+    ]
+    .iter()
+    .enumerate()
+    {
+        let s = Sequence {
+            rotates_first: true,
+            ..Sequence::new(shape, len, (rotary_dim, window, None), 900 + 10 * i as u64)
+        };
+        check_alone(&gpu, &s, prefix);
+        if rotary_dim == s.dim && window.is_none() {
+            check_alone(&gpu, &s.in_8_bits(), prefix);
+        }
+    }
 }
 
 /// Heads with sinks, with a window as in gpt-oss and without, and heads that rotate in part.

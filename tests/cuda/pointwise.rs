@@ -3,7 +3,7 @@
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
     self, Activation, BlockInputs, DeviceBuffer, DeviceSlice, GatedUnit, Glu, Gpu, Hardware,
-    HostTable, Layout, Matrix, NextNorm, NormedAddend, ProjectedInputs,
+    HostTable, Layout, Matrix, NextNorm, NextRows, NormedAddend, ProjectedInputs, StreamRows,
 };
 use NVFP4::tensor::WeightType;
 use half::{bf16, f16};
@@ -132,20 +132,31 @@ struct Residual<'a> {
     /// The numbers by which the rows of `y` were divided, and the factor of the sum.
     divisors: Option<DeviceBuffer>,
     scale: Option<DeviceBuffer>,
+    /// The layers that overflowed.
+    overflow: DeviceBuffer,
 }
 
 impl Residual<'_> {
     /// Adds the norm of `y` to the stream, and returns the stream.
-    fn add(&self, next: Option<NextNorm<'_>>) -> Vec<f32> {
+    fn add(&self, next: Option<NextRows<'_>>) -> Vec<f32> {
         let (m, width) = (self.m, self.width);
         let (scale, stream) = (self.scale.as_ref(), &self.stream);
         let addend = NormedAddend {
             y: &self.y,
             divisors: self.divisors.as_ref(),
             weight: &self.post,
+            overflow: &self.overflow,
+            layer: 4,
         };
         cuda::post_norm(self.gpu, addend, scale, EPS, m, width, stream, next).unwrap();
         read_f32(stream, m * width)
+    }
+
+    /// The layers that overflowed.
+    fn noted(&self) -> Vec<u32> {
+        let mut noted = vec![0u32; self.m];
+        self.overflow.read(0, &mut noted).unwrap();
+        noted
     }
 }
 
@@ -160,7 +171,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         let seed = 600 + 10 * i as u64;
         let (y, x) = (normal(seed, m * width), normal(seed + 1, m * width));
         let (post, next) = (normal(seed + 2, width), normal(seed + 3, width));
-        let residual = Residual {
+        let mut residual = Residual {
             gpu: &gpu,
             m,
             width,
@@ -169,6 +180,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
             stream: upload(&gpu, &x),
             divisors: None,
             scale: None,
+            overflow: upload(&gpu, &vec![0u32; m]),
         };
         let layout = Layout::taken(&Hardware::of(&gpu).unwrap(), m);
         let normed = poisoned(&gpu, layout.elements(m, width) * 2);
@@ -181,7 +193,7 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         };
         let addend = rms_norm(&y, &post);
         let added: Vec<f32> = addend.iter().zip(&x).map(|(a, b)| a + b).collect();
-        let got = residual.add(Some(follows));
+        let got = residual.add(Some(NextRows::Normalized(follows)));
         assert_close(&got, &as_f64(&added), EXACT, "what was added to");
         let got = read_rows(layout, &normed, m, width);
         let want = as_f64(&rms_norm(&added, &next));
@@ -190,6 +202,51 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         let got = residual.add(None);
         let twice: Vec<f32> = addend.iter().zip(&added).map(|(a, b)| a + b).collect();
         assert_close(&got, &as_f64(&twice), EXACT, "what was added to twice");
+
+        // Rows without a norm: after the sum, and alone, with a value in one that f16 does not hold.
+        let follows = StreamRows {
+            layout,
+            rows: &normed,
+            overflow: &residual.overflow,
+            layer: 6,
+        };
+        let mut sum = residual.add(Some(NextRows::Stream(follows)));
+        let check = |sum: &[f32], odd: Option<usize>| {
+            let (got, want) = (read_rows(layout, &normed, m, width), rounded(sum));
+            assert_eq!(got.len(), want.len());
+            for (got, want) in got.iter().zip(want) {
+                let is_same = f64::from(*got) == want || want.abs() > 65_504.0;
+                assert!(is_same, "{got} and {want}");
+            }
+            let mut want = vec![0; m];
+            odd.into_iter().for_each(|row| want[row] = 7);
+            assert_eq!(residual.noted(), want, "{m} rows of {width}");
+        };
+        check(&sum, None);
+        sum[(m - 1) * width + 5] = -65_520.0;
+        let odd = upload(&gpu, &sum);
+        cuda::stream_rows(&gpu, &odd, m, width, follows).unwrap();
+        check(&sum, Some(m - 1));
+
+        // An addend whose squares have no finite sum, which is no fault of what takes the sum.
+        for odd in [1e20, f32::NEG_INFINITY, f32::NAN] {
+            let mut y = y.clone();
+            y[(m - 1) * width + 5] = odd;
+            residual.y = upload(&gpu, &y);
+            residual.stream = upload(&gpu, &x);
+            residual.overflow = upload(&gpu, &vec![0u32; m]);
+            let follows = StreamRows {
+                layout,
+                rows: &normed,
+                overflow: &residual.overflow,
+                layer: 6,
+            };
+            let sum = residual.add(Some(NextRows::Stream(follows)));
+            assert!(sum[(m - 1) * width..].iter().all(|v| v.is_nan()), "{odd}");
+            let mut want = vec![0; m];
+            want[m - 1] = 5;
+            assert_eq!(residual.noted(), want, "{odd} in {m} rows of {width}");
+        }
     }
 }
 
@@ -216,15 +273,16 @@ fn divided_addends_and_factors_of_a_residual_sum_agree_with_f64() {
         stream: upload(&gpu, &x),
         divisors: Some(upload(&gpu, &divisors)),
         scale: Some(upload(&gpu, &[scale])),
+        overflow: upload(&gpu, &[0u32; 5]),
     };
     let (normed, weight) = (poisoned(&gpu, m * width * 2), upload(&gpu, &next));
     let factors = poisoned(&gpu, m * 4);
-    let got = residual.add(Some(NextNorm {
+    let got = residual.add(Some(NextRows::Normalized(NextNorm {
         weight: &weight,
         layout: Layout::RowMajor,
         rows: &normed,
         factors: Some(&factors),
-    }));
+    })));
     let addend = rms_norm(&y, &post);
     let sums = addend.iter().zip(&x).map(|(a, b)| (a + b) * scale);
     let sums: Vec<f32> = sums.collect();

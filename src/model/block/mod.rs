@@ -280,7 +280,7 @@ impl<'a> ReferencePass<'a> {
                 rows.copy_from(Slice::Host(&host))?;
             }
         }
-        match self.spec.embedding_scale {
+        match self.spec.stream_scale() {
             1.0 => {}
             factor => activation::scale(self.device, rows, factor)?,
         }
@@ -408,10 +408,6 @@ impl<'a> ReferencePass<'a> {
         let (device, eps) = (self.device, self.spec.norm_eps);
         if let Some(weight) = norm {
             norm::rms_norm_in_place(device, s.normed.first_mut(len)?, weight, eps)?;
-        }
-        match self.spec.residual_scale {
-            1.0 => {}
-            factor => activation::scale(device, s.normed.first_mut(len)?, factor)?,
         }
         activation::add(device, s.residual.first_mut(len)?, s.normed.first(len)?)
     }

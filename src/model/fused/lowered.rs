@@ -15,7 +15,7 @@ use crate::cuda::{
     self, DeviceBuffer, ExpertTable, Gpu, Hardware, Heads, MatrixShape, RowHeads, Table, Unit,
 };
 use crate::model::kv::KvCache;
-use crate::model::spec::{AttentionSpec, BlockSpec, KeyValues, MlpSpec, Spec};
+use crate::model::spec::{AttentionSpec, BlockSpec, KeyValues, MlpSpec, QkNorm, Spec};
 use crate::model::weights::{Block, Drafter, Weights};
 use crate::ops::Array;
 use crate::tensor::{KvType, WeightType};
@@ -46,6 +46,9 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
     if deterministic {
         units.push(Unit::LinearSkinnyRanges);
     }
+    if spec.logit_scale != 1.0 {
+        units.push(Unit::Pointwise);
+    }
     if spec.drafter.is_some() {
         units.push(Unit::DrafterRows);
     }
@@ -69,7 +72,11 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
     if spec.all_blocks().any(|b| b.mamba2().is_some()) {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);
     }
-    for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
+    let attentions = || spec.all_blocks().filter_map(BlockSpec::attention);
+    if attentions().any(|a| a.qk_norm == QkNorm::Projections) {
+        units.push(Unit::ProjectionNorms);
+    }
+    for attention in attentions() {
         let [decode, prefill, store] = attention_units(spec, attention, KvType::F16);
         let [decode, prefill] = match deterministic {
             true => cuda::fixed_attention_units(decode),
@@ -309,6 +316,8 @@ impl Lowered {
         let spec = spec.required_attention()?;
         let weights = weights.mixer.required_attention()?;
         let vector = |vector: &'a Option<Array>| vector.as_ref().and_then(|v| v.on_gpu().ok());
+        // Norms of all heads together are applied before.
+        let norm = |norm| vector(norm).filter(|_| spec.qk_norm != QkNorm::Projections);
         let rotation = spec.rope.map(|rope| {
             let (set, frequencies) = (&source.spec.ropes[rope], &self.frequencies[rope]);
             match (&set.long, &frequencies.long) {
@@ -320,13 +329,14 @@ impl Lowered {
             shape: spec.shape(),
             row: row_heads(spec),
             value_norm: spec.value_norm,
-            q_norm: vector(&weights.q_norm),
-            k_norm: vector(&weights.k_norm),
+            q_norm: norm(&weights.q_norm),
+            k_norm: norm(&weights.k_norm),
             sinks: vector(&weights.sinks),
             frequencies: rotation.map(|(_, frequencies)| frequencies),
             rotary_dim: rotation.map_or(0, |(table, _)| table.rotary_dim()),
             attention_factor: rotation.map_or(1.0, |(table, _)| table.attention_factor),
             eps: source.spec.norm_eps,
+            rotates_first: spec.qk_norm == QkNorm::RotatedHeads,
         })
     }
 
@@ -347,7 +357,7 @@ impl Lowered {
             Some(table) => Table::Host(table),
             None => Table::Device(of_linear(source.weights.table())?),
         };
-        let scale = source.spec.embedding_scale;
+        let scale = source.spec.stream_scale();
         cuda::embed(&self.gpu, table, &memory.tokens, rows, scale, out)
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::drafter_scratch::DrafterScratch;
 use super::graphs::Graphs;
 use super::memory_sizes::{BufferBytes, LinearRoom, Room, table_pages};
+use super::operands::GLU_DIVISOR;
 use super::per_layer_scratch::PerLayerScratch;
 use super::recurrent_scratch::RecurrentScratch;
 use super::row_adapters::{AdapterMemory, RowAdapters};
@@ -51,8 +52,10 @@ pub(super) struct Memory {
     masks: Option<MaskRows>,
     /// One u32 per row: 1 + the first block with queries, keys or values beyond f16, or 0.
     pub(super) unfit: DeviceBuffer,
-    /// One u32 per row: 1 + the first block with a gate or up projection, or the output of a recurrent layer's norm, beyond f16, or 0.
+    /// One u32 per row: 1 + the first block with one of the values of [`overflowing`] beyond f16, or 0.
     pub(super) overflow: DeviceBuffer,
+    /// [`Sizes::takes_stream`].
+    takes_stream: bool,
     /// One u32 per row: 1 + the first block with a router logit that is not finite, or 0.
     pub(super) unroutable: DeviceBuffer,
     /// f32: the gate of attention, in models that have it.
@@ -126,6 +129,7 @@ impl Memory {
             masks: None,
             unfit: notes()?,
             overflow: notes()?,
+            takes_stream: sizes.takes_stream,
             unroutable: notes()?,
             head_gate: match sizes.head_gate {
                 0 => None,
@@ -260,23 +264,14 @@ impl Memory {
     /// Waits for the device. Returns those of the first `rows` rows that had values beyond f16 or router logits that are not finite, each
     /// with an error that names the first such layer.
     pub(super) fn faults(&mut self, rows: usize) -> Result<Vec<(usize, Error)>> {
+        let overflowing = overflowing(self.takes_stream, self.recurrent.is_some());
         // In the order within a layer, because errors corrupt all later values.
         let mut notes = vec![
             (
                 &mut self.unfit,
                 "a query, key or value reaches beyond 65,504, the largest number of the f16 in which a GPU multiplies them; run this model on the CPU with keys and values in f32",
             ),
-            (
-                &mut self.overflow,
-                match self.recurrent {
-                    None => {
-                        "a gate or up projection reaches beyond 65,504, the largest number of the f16 that prompts have it in on a GPU; run this model on the CPU"
-                    }
-                    Some(_) => {
-                        "a gate or up projection, or the normalized output of a recurrent layer, reaches beyond 65,504, the largest number of the f16 that a GPU has it in; run this model on the CPU"
-                    }
-                },
-            ),
+            (&mut self.overflow, overflowing.as_str()),
         ];
         if self.experts.is_some() {
             notes.push((
@@ -547,6 +542,29 @@ impl Memory {
     }
 }
 
+/// The fault of a row with a value beyond f16, for all values but queries, keys and values of attention. `takes_stream` is
+/// [`Sizes::takes_stream`]; `recurs` says whether the model has recurrent layers.
+fn overflowing(takes_stream: bool, recurs: bool) -> String {
+    let mut values = vec!["a gate or up projection".to_string()];
+    if takes_stream {
+        values.insert(0, "the residual stream".into());
+        values.push(format!("1/{GLU_DIVISOR} of their product"));
+    }
+    if recurs {
+        values.push("the normalized output of a recurrent layer".into());
+    }
+    let (values, user) = match values.as_slice() {
+        [rest @ .., last] if !rest.is_empty() => (
+            format!("{}, or {last},", rest.join(", ")),
+            "that a GPU has it in",
+        ),
+        only => (only.concat(), "that prompts have it in on a GPU"),
+    };
+    format!(
+        "{values} reaches beyond 65,504, the largest number of the f16 {user}; run this model on the CPU"
+    )
+}
+
 /// Reads and clears the notes of the first rows.
 fn take_notes(notes: &mut DeviceBuffer, rows: usize) -> Result<Vec<u32>> {
     let mut values = vec![0u32; rows];
@@ -555,4 +573,35 @@ fn take_notes(notes: &mut DeviceBuffer, rows: usize) -> Result<Vec<u32>> {
         notes.write(0, &vec![0u32; rows])?;
     }
     Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overflow_names_all_values_that_the_model_has_in_f16() {
+        for (takes_stream, recurs, values) in [
+            (false, false, "a gate or up projection"),
+            (
+                true,
+                false,
+                "the residual stream, a gate or up projection, or 1/16 of their product,",
+            ),
+            (
+                false,
+                true,
+                "a gate or up projection, or the normalized output of a recurrent layer,",
+            ),
+            (
+                true,
+                true,
+                "the residual stream, a gate or up projection, 1/16 of their product, or the normalized output of a recurrent layer,",
+            ),
+        ] {
+            let text = overflowing(takes_stream, recurs);
+            let expected = format!("{values} reaches beyond 65,504, ");
+            assert!(text.starts_with(&expected), "{text}");
+        }
+    }
 }

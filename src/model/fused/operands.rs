@@ -10,13 +10,13 @@ use crate::base::memory::Tag;
 use crate::cuda::{
     self, Biased, DeviceBuffer, DeviceSlice, ExpertMatrices, ExpertTable, Gpu, Matrix, Routing,
 };
-use crate::model::spec::{BlockSpec, Scoring};
+use crate::model::spec::{BlockSpec, QkNorm, Scoring};
 use crate::model::weights::{Block, DenseMlp, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
 /// Minimum divisor of the activations between gate and down: they are the largest of a model, and f16 ends at [`F16_MAX`].
-const GLU_DIVISOR: u32 = 16;
+pub(super) const GLU_DIVISOR: u32 = 16;
 /// The largest number of f16.
 const F16_MAX: f64 = 65504.0;
 
@@ -75,6 +75,7 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 qkv: attention.inputs().map(shape).collect::<Result<_>>()?,
                 gate: attention.gate.as_ref().map(shape).transpose()?,
                 o: shape(&attention.o)?,
+                normed: spec.required_attention()?.qk_norm == QkNorm::Projections,
             },
             Mixer::GatedDelta(delta) => MixerShape::GatedDelta {
                 heads: spec.gated_delta().ok_or_else(mismatched)?.shape,
@@ -134,9 +135,10 @@ pub(super) fn mixture(
     Ok(Some(Mixture { routing, table }))
 }
 
-/// The power of two that divides the gated linear unit of this block, or its squared ReLU, so that it fits f16 for any input. The length of
-/// a normalized row is at most the square root of its width, so gate and up are at most that times the norms of their rows, with the weight
-/// of the norm folded in (Cauchy-Schwarz). Activations are no larger than their arguments, and clamped ones are small.
+/// The power of two that divides the gated linear unit of this block, or its squared ReLU, so that it fits f16 for any normalized input. The
+/// length of a normalized row is at most the square root of its width, so gate and up are at most that times the norms of their rows, with
+/// the weight of the norm folded in (Cauchy-Schwarz). Activations are no larger than their arguments, and clamped ones are small. Without a
+/// norm before the MLP nothing bounds the input, and the kernel of the norm after it notes rows that left f16.
 pub(super) fn glu_divisor(gpu: &Arc<Gpu>, (block, spec): (&Block, &BlockSpec)) -> Result<u32> {
     let Some(norm) = block
         .mlp_norms

@@ -5,15 +5,16 @@ use std::ops::Range;
 use super::lowered::{Lowered, Source};
 use super::memory::Memory;
 use super::operands::{Mixture, biased, of_linear, on_gpu};
-use super::plan::{self, Applied, Kernel, Norm, Normed, Part, PlannedKernel, Then};
+use super::plan::{self, Applied, Kernel, NextInput, Norm, Normed, Part, PlannedKernel, Then};
 use super::row_adapters::AdaptedPass;
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
     self, BesideExperts, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit,
-    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NormalizedRows, NormedAddend, Output,
-    ResidualRow, RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
+    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NextRows, NormalizedRows,
+    NormedAddend, Output, ResidualRow, RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
+    StreamRows,
 };
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
@@ -108,6 +109,11 @@ impl<'a> FusedPass<'a> {
         match &step.kernel {
             Kernel::LayerInputs { gemm } => self.layer_inputs(gemm),
             Kernel::Normalize { norm, layout } => self.normalize(*norm, *layout),
+            Kernel::Convert { norm, layout } => {
+                let (rows, hidden) = (self.rows, lowered.sizes.hidden);
+                let to = self.stream_rows(*norm, *layout)?;
+                cuda::stream_rows(&lowered.gpu, &memory.residual, rows, hidden, to)
+            }
             Kernel::Qkv { input, gemm } => {
                 let attention = self.block(index)?.mixer.required_attention()?;
                 let matrices = attention.inputs().map(biased);
@@ -118,6 +124,7 @@ impl<'a> FusedPass<'a> {
                 let part = (index, AdaptedPart::MixerInputs);
                 self.linear_of(part, gemm, input, &matrices, output, (out, width), None)
             }
+            Kernel::NormProjections => self.norm_projections(index),
             Kernel::Decode { .. }
             | Kernel::StoreRows { .. }
             | Kernel::DecodeStored { .. }
@@ -238,12 +245,37 @@ impl<'a> FusedPass<'a> {
             Kernel::PerLayerGate { input, gemm } => self.per_layer_gate(index, input, gemm),
             Kernel::PerLayerActivate => self.per_layer_activate(index),
             Kernel::PerLayerProject { gemm } => self.per_layer_project(index, gemm),
-            Kernel::PostNorm { part, scales, next } => self.post_norm(index, *part, *scales, *next),
+            Kernel::PostNorm { part, scales, next } => {
+                let next = match *next {
+                    None => None,
+                    Some(NextInput::Normalized(norm, layout)) => {
+                        Some(NextRows::Normalized(self.next_norm(norm, layout)?))
+                    }
+                    Some(NextInput::Stream(norm, layout)) => {
+                        Some(NextRows::Stream(self.stream_rows(norm, layout)?))
+                    }
+                };
+                self.post_norm(index, *part, *scales, next)
+            }
             Kernel::Head { input, gemm } => self.head(input, gemm),
             Kernel::Hidden => self.hidden(),
             Kernel::DrafterInputs => self.drafter_inputs(),
             Kernel::ProjectDrafterInputs { gemm } => self.project_drafter_inputs(gemm),
         }
+    }
+
+    /// Normalizes the queries of each row together, and its keys.
+    fn norm_projections(&self, index: usize) -> Result<()> {
+        let attention = self.block(index)?.mixer.required_attention()?;
+        let spec = self.spec(index)?.required_attention()?;
+        cuda::norm_projections(
+            &self.lowered.gpu,
+            &self.memory.projected,
+            [on_gpu(&attention.q_norm)?, on_gpu(&attention.k_norm)?],
+            [spec.q_width(), spec.kv_width()],
+            self.source.spec.norm_eps,
+            (self.rows, spec.projected_width()),
+        )
     }
 
     /// The MLP of a block that all rows use.
@@ -317,7 +349,8 @@ impl<'a> FusedPass<'a> {
             self.rows,
             self.lowered.sizes.hidden,
             &self.memory.residual,
-            self.next_norm(next)?,
+            next.map(|(norm, layout)| self.next_norm(norm, layout))
+                .transpose()?,
             scratch,
         )
     }
@@ -348,7 +381,8 @@ impl<'a> FusedPass<'a> {
             self.rows,
             self.lowered.sizes.hidden,
             &self.memory.residual,
-            self.next_norm(next)?,
+            next.map(|(norm, layout)| self.next_norm(norm, layout))
+                .transpose()?,
             scratch,
         )
     }
@@ -508,7 +542,7 @@ impl<'a> FusedPass<'a> {
         index: usize,
         part: Part,
         scales: bool,
-        next: Option<(Norm, Layout)>,
+        next: Option<NextRows<'_>>,
     ) -> Result<()> {
         let block = self.block(index)?;
         let (weight, divisors) = match part {
@@ -523,6 +557,8 @@ impl<'a> FusedPass<'a> {
             y: &self.memory.projected,
             divisors,
             weight,
+            overflow: self.overflow()?,
+            layer: index,
         };
         cuda::post_norm(
             &self.lowered.gpu,
@@ -532,15 +568,25 @@ impl<'a> FusedPass<'a> {
             self.rows,
             self.lowered.sizes.hidden,
             &self.memory.residual,
-            self.next_norm(next)?,
+            next,
         )
     }
 
-    fn next_norm(&self, next: Option<(Norm, Layout)>) -> Result<Option<NextNorm<'a>>> {
-        let Some((norm, layout)) = next else {
-            return Ok(None);
+    /// The input of a half that has no norm in the place of `norm`.
+    fn stream_rows(&self, norm: Norm, layout: Layout) -> Result<StreamRows<'a>> {
+        let (Norm::Mixer(layer) | Norm::Mlp(layer)) = norm else {
+            bail!(Internal, "no norm before the {norm} rows");
         };
-        Ok(Some(NextNorm {
+        Ok(StreamRows {
+            layout,
+            rows: &self.memory.input,
+            overflow: self.overflow()?,
+            layer,
+        })
+    }
+
+    fn next_norm(&self, norm: Norm, layout: Layout) -> Result<NextNorm<'a>> {
+        Ok(NextNorm {
             weight: self.norm_weight(norm)?,
             layout,
             rows: &self.memory.input,
@@ -548,7 +594,7 @@ impl<'a> FusedPass<'a> {
                 Norm::PerLayer(_) => Some(&self.per_layer_scratch()?.1.factors),
                 _ => None,
             },
-        }))
+        })
     }
 
     pub(super) fn norm_weight(&self, norm: Norm) -> Result<&'a DeviceBuffer> {
@@ -714,6 +760,13 @@ impl<'a> FusedPass<'a> {
             logits,
             vocab,
         )?;
+        match self.source.spec.logit_scale {
+            1.0 => {}
+            factor => {
+                let bytes = self.rows * vocab * size_of::<f32>();
+                cuda::scale(DeviceSlice::from(logits).part(0..bytes)?, factor)?;
+            }
+        }
         match self.source.spec.logit_cap {
             Some(cap) => cuda::soft_cap(&self.lowered.gpu, logits, self.rows * vocab, cap),
             None => Ok(()),

@@ -13,15 +13,15 @@ use crate::base::error::bail;
 use crate::cuda::{self, GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
-use crate::model::spec::Activation;
+use crate::model::spec::{Activation, NormPlacement};
 use crate::tensor::{DeltaShape, WeightType};
 
 /// A norm of the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Norm {
-    /// Before the mixer of a block.
+    /// Before the mixer of a block; in one without a norm before it, the residual stream as it is.
     Mixer(usize),
-    /// Before the MLP of a block.
+    /// Before the MLP of a block; in one without a norm before it, the residual stream as it is.
     Mlp(usize),
     /// Before the router of the experts beside an MLP.
     Router(usize),
@@ -88,6 +88,15 @@ pub(super) enum Then {
     StoreRow,
 }
 
+/// The input that a kernel makes of the residual stream for the part with the given norm, in a layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NextInput {
+    /// Normalized rows.
+    Normalized(Norm, Layout),
+    /// Rows as they are, because the block does not have the norm.
+    Stream(Norm, Layout),
+}
+
 /// A launch of one fused kernel, or of a few that belong together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kernel {
@@ -95,8 +104,12 @@ pub(super) enum Kernel {
     LayerInputs { gemm: GemmPlan },
     /// Normalizes the residual stream.
     Normalize { norm: Norm, layout: Layout },
+    /// The residual stream as f16, in the place of a norm that the block does not have.
+    Convert { norm: Norm, layout: Layout },
     /// Queries, and the keys and values that the layer has itself, f32.
     Qkv { input: Normed, gemm: GemmPlan },
+    /// Normalizes the queries together, and the keys.
+    NormProjections,
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
     Decode { layout: Layout },
     /// Normalizes and rotates keys, and stores keys and values, for a row of each of several sequences, or for several rows of each whose
@@ -197,12 +210,12 @@ pub(super) enum Kernel {
     PerLayerActivate,
     /// The projection of that product, f32.
     PerLayerProject { gemm: GemmPlan },
-    /// Normalizes the output of a part, adds it to the residual stream, multiplies that by the block's factor if `scales`, and applies the
-    /// next norm if it is known.
+    /// Normalizes the output of a part, adds it to the residual stream, multiplies that by the block's factor if `scales`, and makes the
+    /// input of the next part if it is known.
     PostNorm {
         part: Part,
         scales: bool,
-        next: Option<(Norm, Layout)>,
+        next: Option<NextInput>,
     },
     /// Logits.
     Head { input: Normed, gemm: GemmPlan },
@@ -345,14 +358,30 @@ impl Planner<'_> {
             self.normalizes_on_load(norm)
                 .then_some((norm, Applied::OnLoad))
         });
+        let is_applied = self.is_applied(norm);
         if known.is_none() {
-            self.push(block, Kernel::Normalize { norm, layout });
+            self.push(
+                block,
+                match is_applied {
+                    true => Kernel::Normalize { norm, layout },
+                    false => Kernel::Convert { norm, layout },
+                },
+            );
         }
-        self.has_factors = known.is_none_or(|(_, applied)| applied == Applied::Epilogue);
+        let by_epilogue = known.is_none_or(|(_, applied)| applied == Applied::Epilogue);
+        self.has_factors = is_applied && by_epilogue;
         Normed {
             norm,
             layout,
             applied: known.map_or(Applied::Before, |(_, applied)| applied),
+        }
+    }
+
+    /// Whether the model has a norm; otherwise what would take it takes the residual stream as it is.
+    fn is_applied(&self, norm: Norm) -> bool {
+        match norm {
+            Norm::Mixer(i) | Norm::Mlp(i) => self.blocks[i].norms.pre,
+            Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) | Norm::Head => true,
         }
     }
 
@@ -393,9 +422,12 @@ impl Planner<'_> {
         let layout = self.layout_of(Norm::Mixer(block));
         let input = self.normed(Norm::Mixer(block), block);
         match self.blocks[block].mixer.clone() {
-            MixerShape::Attention { qkv, gate, o } => {
-                self.attention(block, layout, input, (qkv, gate), o)
-            }
+            MixerShape::Attention {
+                qkv,
+                gate,
+                o,
+                normed,
+            } => self.attention(block, layout, input, (qkv, gate, normed), o),
             MixerShape::GatedDelta {
                 heads,
                 inputs,
@@ -468,12 +500,15 @@ impl Planner<'_> {
         block: usize,
         layout: Layout,
         input: Normed,
-        (qkv, gate): (Vec<MatrixShape>, Option<MatrixShape>),
+        (qkv, gate, normed): (Vec<MatrixShape>, Option<MatrixShape>, bool),
         o: MatrixShape,
     ) -> Result<()> {
         let gemm = self.gemm(&qkv, Output::F32, input.form())?;
         self.push(block, Kernel::Qkv { input, gemm });
         self.adapt(block, AdaptedPart::MixerInputs, layout);
+        if normed {
+            self.push(block, Kernel::NormProjections);
+        }
         if let Some(gate) = gate {
             let gemm = self.gemm(&[gate], Output::F32, input.form())?;
             self.push(block, Kernel::HeadGate { input, gemm });
@@ -569,7 +604,11 @@ impl Planner<'_> {
 
     /// The norm of the output of a part of a block, and its addition.
     fn post_norm(&mut self, block: usize, part: Part) {
-        let next = self.normalized_next(self.next_norm(block, part));
+        let next = self.known_next(self.next_norm(block, part));
+        let next = next.map(|(norm, layout)| match self.is_applied(norm) {
+            true => NextInput::Normalized(norm, layout),
+            false => NextInput::Stream(norm, layout),
+        });
         let scales = self.scales(block, part);
         self.push(block, Kernel::PostNorm { part, scales, next });
     }
@@ -654,8 +693,16 @@ impl Planner<'_> {
         }
     }
 
-    /// The next norm, if the preceding kernel can apply it.
+    /// As [`Planner::known_next`], where the preceding kernel does not convert rows without a norm.
     fn normalized_next(&mut self, next: Norm) -> Option<(Norm, Layout)> {
+        match self.is_applied(next) {
+            true => self.known_next(next),
+            false => None,
+        }
+    }
+
+    /// The next norm, if the preceding kernel can apply it.
+    fn known_next(&mut self, next: Norm) -> Option<(Norm, Layout)> {
         // The head takes only some rows of a prompt, by a kernel of their own, which has to make the rows of a deterministic step too.
         let is_known = match next {
             Norm::Head => self.has_logits() && !self.hardware.deterministic,
@@ -711,6 +758,7 @@ impl Planner<'_> {
             Norm::Head => self.has_logits(),
             Norm::Router(_) | Norm::Experts(_) | Norm::PerLayer(_) => false,
         };
+        let is_known = is_known && self.is_applied(norm);
         is_known && !self.hardware.deterministic && width <= cuda::ADAPTED_NORM
     }
 
@@ -752,7 +800,8 @@ impl Planner<'_> {
                     MlpShape::Dense(mlp) => mlp.gate_up(),
                     _ => None,
                 };
-                let is_plain = block.norms.post && block.per_layer.is_none() && !block.scaled;
+                let NormPlacement { pre, post } = block.norms;
+                let is_plain = pre && post && block.per_layer.is_none() && !block.scaled;
                 match (gate_up, block.mixer.plain_attention()) {
                     (Some(gate_up), Some(qkv)) if is_plain => {
                         let rows =
@@ -791,6 +840,7 @@ impl Planner<'_> {
             _ => false,
         };
         !is_adapted
+            && self.is_applied(norm)
             && match norm {
                 Norm::Mlp(i) => match &self.blocks[i].mlp {
                     MlpShape::Dense(mlp) => mlp

@@ -54,6 +54,8 @@ pub(super) enum MixerShape {
         qkv: Vec<MatrixShape>,
         gate: Option<MatrixShape>,
         o: MatrixShape,
+        /// Whether all heads of queries are normalized together, and all heads of keys.
+        normed: bool,
     },
     GatedDelta {
         /// Heads.
@@ -76,7 +78,9 @@ pub(super) enum MixerShape {
 impl MixerShape {
     fn matrices(&self) -> Vec<&MatrixShape> {
         match self {
-            MixerShape::Attention { qkv, gate, o } => qkv.iter().chain(gate).chain([o]).collect(),
+            MixerShape::Attention { qkv, gate, o, .. } => {
+                qkv.iter().chain(gate).chain([o]).collect()
+            }
             MixerShape::GatedDelta {
                 inputs, gates, out, ..
             } => inputs.iter().chain(gates).chain([out]).collect(),

@@ -36,6 +36,8 @@ pub(in crate::model) struct Sizes {
     /// Whether verifications are recorded: rows of one sequence store their keys and values before they attend, which there are kernels for
     /// only where attention projects both and normalizes no values.
     pub(super) records_verifications: bool,
+    /// Whether halves of blocks take the residual stream as f16 without a norm.
+    pub(super) takes_stream: bool,
 }
 
 /// Sizes of per-layer embeddings.
@@ -109,6 +111,7 @@ impl Sizes {
             deterministic,
             records_verifications: verifying
                 .all(|a| a.key_values == KeyValues::Projected && !a.value_norm),
+            takes_stream: spec.all_blocks().any(|b| !b.norms.pre),
         })
     }
 

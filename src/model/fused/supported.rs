@@ -2,11 +2,12 @@
 
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, MlpSpec, QkNorm, Spec};
+use crate::model::spec::{Activation, BlockSpec, DenseMlpSpec, KeyValues, MlpSpec, QkNorm, Spec};
 
 /// A property of the model that has no fused kernel, if any.
 pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
     let of = |(index, block): (usize, &BlockSpec)| {
+        let is_drafter = index == spec.blocks.len();
         let of_all_rows = block.mlp.of_all_rows();
         let is_clamped = of_all_rows
             .is_some_and(|mlp| matches!(mlp.activation, Activation::ClampedSwiglu { .. }));
@@ -15,6 +16,9 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
         let is_whole = block.attention().is_some() && block.mlp != MlpSpec::None;
         let ends_with_norms = block.norms.post && is_whole;
         let normalizes = |what| block.attention().is_some_and(|a| a.qk_norm == what);
+        let shares_keys = block
+            .attention()
+            .is_some_and(|a| a.key_values != KeyValues::Projected);
         let what = match &block.mlp {
             mlp if mlp.specs().any(|mlp| mlp.gated && squares(mlp)) => "a squared ReLU of a gate",
             mlp if mlp.specs().any(|mlp| !mlp.gated && !squares(mlp)) => {
@@ -37,23 +41,25 @@ pub(in crate::model) fn unsupported(spec: &Spec) -> Option<String> {
             }
             _ if is_clamped => "a clamped SwiGLU outside of experts",
             MlpSpec::Experts(_) if block.norms.post => "a norm after its experts",
-            _ if normalizes(QkNorm::RotatedHeads) => "norms of heads after their rotation",
-            _ if normalizes(QkNorm::Projections) => "norms over all heads of queries and of keys",
-            _ if !block.norms.pre => "no norm before attention and MLP",
+            _ if normalizes(QkNorm::Projections) && shares_keys => {
+                "a norm over all heads of queries, and no projections of keys and of values"
+            }
+            _ if !block.norms.pre && !ends_with_norms => {
+                "no norms before attention and MLP, and none after them"
+            }
+            mlp if !block.norms.pre && mlp.mixture().is_some() => {
+                "experts, and no norm before them"
+            }
+            _ if !block.norms.pre && is_drafter => "no norms before attention and MLP",
             _ => return None,
         };
-        Some(format!(
-            "block {index} of this {} model has {what}",
-            spec.family
-        ))
+        let which = match is_drafter {
+            true => "the drafter's block".into(),
+            false => format!("block {index}"),
+        };
+        Some(format!("{which} of this {} model has {what}", spec.family))
     };
-    if spec.residual_scale != 1.0 || spec.logit_scale != 1.0 {
-        return Some(format!(
-            "this {} model has a residual multiplier and a scale of its logits",
-            spec.family
-        ));
-    }
-    spec.blocks.iter().enumerate().find_map(of)
+    spec.all_blocks().enumerate().find_map(of)
 }
 
 /// Fails for a model that no fused kernel supports; the error names the unsupported property.

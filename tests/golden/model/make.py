@@ -394,13 +394,13 @@ CASES["ernie45_plain"] = ("Ernie4_5", dict(
     SMALL, num_key_value_heads=1, use_bias=False, tie_word_embeddings=False, **rope(rope_theta=1e4, rope_type="default")))
 # Norms after each half of a block, and none before.
 OLMO = dict(SMALL, head_dim=None, hidden_size=64, tie_word_embeddings=False, pad_token_id=0, eos_token_id=1)
-CASES["olmo2_grouped"] = ("Olmo2", dict(OLMO, **rope(rope_theta=5e5, rope_type="default")))
+CASES["olmo2_grouped"] = ("Olmo2", dict(OLMO, num_attention_heads=2, num_key_value_heads=1, **rope(rope_theta=5e5, rope_type="default")))
 CASES["olmo2_tied"] = ("Olmo2", dict(
     OLMO, hidden_size=48, num_attention_heads=3, num_key_value_heads=3, attention_bias=True, tie_word_embeddings=True,
     **rope(rope_theta=1e4, rope_type="default")))
 # Only layers that see everything have the scaling.
 CASES["olmo3_window"] = ("Olmo3", dict(
-    OLMO, num_hidden_layers=4, sliding_window=8,
+    OLMO, num_attention_heads=2, num_hidden_layers=4, sliding_window=8,
     rope_parameters={
         "full_attention": dict(
             rope_type="yarn", rope_theta=5e5, factor=8.0, original_max_position_embeddings=32, attention_factor=1.2, beta_fast=32.0, beta_slow=1.0),

@@ -44,6 +44,8 @@ struct Sequence {
     bool normed;
     // Whether keys before norm and rotation are the values too, and whether values are normalized.
     bool keys_as_values = false, value_norm = false;
+    // Whether norms are of rotated heads.
+    bool rotates_first = false;
     std::vector<float> qkv, q_norm, k_norm, frequencies;
     std::vector<float> sinks;   // [heads], or empty
     std::vector<u8> arena;
@@ -77,7 +79,7 @@ struct Sequence {
     Pages arguments() {
         return {block_0() + page(), table.data(), 2 * (u64)page(), unfit.data(), (int)table.size(), kv_heads, 1};
     }
-    HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim}; }
+    HeadOptions options() const { return {frequencies.data(), FACTOR, EPS, rotary_dim, rotates_first}; }
     // Rows have the heads of all projections, or of queries alone for a layer whose keys and values are those of this one.
     RowHeads row(bool has_keys = true) const { return {has_keys ? all : heads, heads + (keys_as_values ? 0 : kv_heads), has_keys, value_norm}; }
     // Leaves values out of the rows of projections.
@@ -114,11 +116,12 @@ struct Sequence {
             for (double& v : y) v /= std::sqrt(squares / D + EPS);
         }
         if (is_value) return y;
-        if (normed) {
+        auto normalize = [&](std::vector<double>& y) {
             double squares = 0;
             for (double v : y) squares += v * v;
             for (int i = 0; i < D; i++) y[i] *= (head < heads ? q_norm : k_norm)[i] / std::sqrt(squares / D + EPS);
-        }
+        };
+        if (normed && !rotates_first) normalize(y);
         std::vector<double> r = y;
         int half = rotary_dim / 2;
         for (int i = 0; i < half; i++) {
@@ -126,6 +129,7 @@ struct Sequence {
             r[i] = y[i] * c - y[i + half] * s;
             r[i + half] = y[i + half] * c + y[i] * s;
         }
+        if (normed && rotates_first) normalize(r);
         return r;
     }
     // A token's key or value as the cache has it, rounded from its exact elements.
@@ -425,8 +429,9 @@ struct Sequence {
 
 template <int D, bool LIMITED = false, int ROTARY = D, typename E = u16>
 static void check(int heads, int kv_heads, bool normed, int first, int more, int tokens, int splits, int rotary_dim = D, int window = 0,
-                  float cap = 0, bool has_sinks = false) {
+                  float cap = 0, bool has_sinks = false, bool rotates_first = false) {
     Sequence<E> s(D, heads, kv_heads, first + more + tokens, normed, rotary_dim, window, cap);
+    s.rotates_first = rotates_first;
     if (has_sinks) s.add_sinks();
     s.template run<D, ROTARY>(0, first);
     s.template run<D, ROTARY>(first, more);
@@ -551,5 +556,9 @@ int main() {
     check_values<512>(3, 1, false, 30, 3, 2, 3);
     check<512, true>(2, 1, true, 66, 5, 2, 2, 512, 40, 2);
     check<512, true>(9, 1, false, 3, 30, 2, 2, 512, 0, 0, true);
+    // Norms of rotated heads.
+    check<64>(4, 2, true, 3, 70, 3, 2, 64, 0, 0, false, true);
+    check<128, false, 128, u8>(4, 1, true, 60, 5, 2, 4, 128, 0, 0, false, true);
+    check<32, true, ANY_ROTARY>(2, 1, true, 66, 5, 2, 2, 20, 9, 0, false, true);
     puts("ok");
 }

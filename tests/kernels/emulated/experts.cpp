@@ -300,7 +300,7 @@ static void check_mixture(int rows, int experts, int per_token, int hidden, int 
     };
     auto residual = random_vector(rows * hidden), shared_out = random_vector(rows * hidden), norm = random_vector(hidden), gates = random_vector(rows * 4);
     sum::Arguments s = {outputs.data(), routed.places.data(), routed.weights.data(), shared ? &shared_out[0].x : nullptr, shared ? &gates[0].x : nullptr,
-                        &residual[0].x, {&norm[0].x, nullptr, nullptr, hidden, 1e-6f, fragment_major}, per_token, 3};
+                        &residual[0].x, {&norm[0].x, nullptr, nullptr, hidden, 1e-6f, fragment_major, 0, nullptr}, per_token, 3};
     check_sum(s, rows, 0);
     // In parts of one warp and of more, in the last of which some threads have no piece.
     for (int threads : {32, 64}) {
@@ -324,7 +324,8 @@ static void check_beside(int rows, int per_token, int hidden, bool fragment_majo
     float scale = 0.375f;
     std::vector<uint4> normed(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
     beside::Arguments a = {&outputs[0].x, places.data(), weights.data(), &out_of_dense[0].x, &experts_norm[0].x, &dense_norm[0].x, &post_norm[0].x,
-                           is_scaled ? &scale : nullptr, &x[0].x, {followed ? &next[0].x : nullptr, (u16*)normed.data(), nullptr, hidden, 1e-6f, fragment_major}, per_token};
+                           is_scaled ? &scale : nullptr, &x[0].x, {followed ? &next[0].x : nullptr, followed ? (u16*)normed.data() : nullptr, nullptr, hidden, 1e-6f,
+                            fragment_major, 0, nullptr}, per_token};
     launch(rows, 1, 1, beside::THREADS, [&] { beside::experts_sum_beside(a); });
     auto norm = [&](std::vector<double> v, const float* weight) {
         double squares = 0;

@@ -1,5 +1,5 @@
 // The kernels between products and attention on the CPU, against f64 and against sorting: kernels/norm/rms_norm.cu,
-// kernels/norm/post_norm.cu, kernels/norm/drafter.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu,
+// kernels/norm/{post_norm,projections}.cu, kernels/norm/drafter.cu, kernels/activation/{glu,per_layer}.cu, kernels/embed/per_layer.cu,
 // kernels/sample/{argmax,likelihood,mask}.cu and the unfused kernels as they ship, with their instructions emulated as the PTX ISA describes them. Prints "ok"
 // or the first error.
 #include "cuda.hpp"
@@ -20,6 +20,9 @@ namespace norm {
 }
 namespace post {
 #include "norm/post_norm.cu"
+}
+namespace projections {
+#include "norm/projections.cu"
 }
 namespace drafter {
 #include "norm/drafter.cu"
@@ -133,9 +136,35 @@ static void check_norm(int rows, int width, bool fragment_major) {
     }
 }
 
+// Rows as they are: one with the largest number that f16 holds, and one for each kind of number that it does not hold.
+static void check_stream_rows(int width, bool fragment_major) {
+    const float ODD[] = {0, 65519, -65520, INFINITY, NAN};
+    const int ROWS = 5;
+    int groups = ceil_div(ROWS, GROUP_ROWS), whole = padded_k(width);
+    std::vector<float4> x(ROWS * width / 4);
+    for (float4& v : x) v = {8 * uniform(), 8 * uniform(), 8 * uniform(), 8 * uniform()};
+    for (int r = 1; r < ROWS; r++) (&x[0].x)[r * width + (7 * r) % width] = ODD[r];
+    std::vector<uint4> y(groups * GROUP_ROWS * whole / 8, uint4{~0u, ~0u, ~0u, ~0u});
+    std::vector<u32> overflow(ROWS);
+    norm::StreamArguments a = {&x[0].x, (u16*)y.data(), overflow.data(), width, 6};
+    launch(ROWS, 1, 1, norm::THREADS, [&] { fragment_major ? norm::stream_rows_fragments(a) : norm::stream_rows(a); });
+    for (int r = 0; r < ROWS; r++) {
+        expect(overflow[r] == (r < 2 ? 0 : 7), "a row with overflow", r, width, overflow[r], r < 2 ? 0 : 7);
+        for (int i = 0; i < (fragment_major ? whole : width); i++) {
+            u16 want = i < width ? to_f16(a.x[r * width + i]) : 0, got = a.y[fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i];
+            expect(got == want, "a row as it is", r, i, f16_to_float(got), f16_to_float(want));
+        }
+    }
+    // What an earlier layer has noted stays.
+    a.layer = 9;
+    launch(ROWS, 1, 1, norm::THREADS, [&] { fragment_major ? norm::stream_rows_fragments(a) : norm::stream_rows(a); });
+    expect(overflow[4] == 7, "a row with overflow in an earlier layer", 4, width, overflow[4], 7);
+}
+
 // The norm of an addend, its addition, and the norm of the sum, if one follows. `factored`: rows of the addend were divided, the sum is
-// multiplied by a number, and the factors of the norm that follows are kept.
-static void check_post_norm(int rows, int width, bool fragment_major, bool followed, bool factored = false) {
+// multiplied by a number, and the factors of the norm that follows are kept. `as_is`: what follows takes the sum without a norm. Also addends
+// whose squares have no finite sum.
+static void check_post_norm(int rows, int width, bool fragment_major, bool followed, bool factored = false, bool as_is = false) {
     std::vector<float4> y(rows * width / 4), x(y), weight(width / 4), next(weight);
     for (auto* all : {&y, &x, &weight, &next}) {
         for (float4& v : *all) v = {uniform(), uniform(), uniform(), uniform()};
@@ -147,8 +176,12 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
     std::vector<float> divisors(rows), factors(rows, NAN);
     for (int r = 0; r < rows; r++) divisors[r] = factored ? std::pow(2.0f, (float)(8 - 5 * r)) : 1;
     float scale = factored ? 0.75f : 1;
-    post::Arguments a = {&y[0].x, factored ? divisors.data() : nullptr, &weight[0].x, factored ? &scale : nullptr, &x[0].x,
-                         {followed ? &next[0].x : nullptr, (u16*)normed.data(), factored ? factors.data() : nullptr, width, 1e-6f, fragment_major}};
+    std::vector<u32> overflow(rows);
+    // A row that f16 cannot hold, which is a fault where what follows takes it.
+    if (as_is) (&x[0].x)[(rows - 1) * width + 3] = 1e6f, before = x;
+    post::Arguments a = {&y[0].x, factored ? divisors.data() : nullptr, &weight[0].x, factored ? &scale : nullptr, &x[0].x, overflow.data(), 4,
+                         {followed && !as_is ? &next[0].x : nullptr, followed ? (u16*)normed.data() : nullptr, factored ? factors.data() : nullptr, width, 1e-6f,
+                          fragment_major, 6, overflow.data()}};
     launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
     for (int r = 0; r < rows; r++) {
         double squares = 0, after = 0, divisor = divisors[r];
@@ -158,18 +191,60 @@ static void check_post_norm(int rows, int width, bool fragment_major, bool follo
         for (int i = 0; i < width; i++) {
             sum[i] = ((&before[0].x)[r * width + i] + a.y[r * width + i] * divisor * factor * a.weight[i]) * scale;
             after += sum[i] * sum[i];
-            expect(std::fabs(a.x[r * width + i] - sum[i]) <= 1e-5, "the residual stream after a norm", r, i, a.x[r * width + i], sum[i]);
+            expect(std::fabs(a.x[r * width + i] - sum[i]) <= 1e-5 + 1e-7 * std::fabs(sum[i]), "the residual stream after a norm", r, i, a.x[r * width + i], sum[i]);
         }
-        factor = 1 / std::sqrt(after / width + 1e-6);
+        factor = as_is ? 1 : 1 / std::sqrt(after / width + 1e-6);
+        expect(overflow[r] == (as_is && r == rows - 1 ? 7 : 0), "a row of the residual stream with overflow", r, 0, overflow[r], 7);
         if (factored && followed) expect(std::fabs(factors[r] - factor) <= 1e-5 * factor, "the factor of the norm after a norm", r, 0, factors[r], factor);
         for (int i = 0; followed && i < width; i++) {
-            double want = sum[i] * factor * a.next.weight[i], got = f16_to_float(a.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i]);
+            double want = sum[i] * factor * (as_is ? 1 : a.next.weight[i]), got = f16_to_float(a.next.normed[fragment_major ? fragment_index(groups, r, i) : (size_t)r * width + i]);
+            if (std::fabs(want) >= 65520) continue;
             expect(std::fabs(got - want) <= std::fabs(want) * 0x1.2p-11 + 0x1p-20, "the norm after a norm", r, i, got, want);
         }
         for (int i = width; followed && fragment_major && i < whole; i++) {
             u16 got = a.next.normed[fragment_index(groups, r, i)];
             expect(got == 0, "the padding of a norm", r, i, f16_to_float(got), 0);
         }
+    }
+    // The part that made the addend is noted, not the next one, which takes what came of it.
+    for (float odd : {1e18f, 1e20f, -INFINITY, NAN}) {
+        for (u32& note : overflow) note = 0;
+        (&y[0].x)[(rows - 1) * width + 5] = odd;
+        x = before;
+        launch(rows, 1, 1, post::THREADS, [&] { post::post_norm(a); });
+        for (int r = 0; r < rows; r++) {
+            u32 want = r < rows - 1 ? 0 : odd != 1e18f ? 5 : as_is ? 7 : 0;
+            expect(overflow[r] == want, "an addend with overflow", r, 5, overflow[r], want);
+            for (int i = 0; i < width; i++) expect(std::isnan(a.x[r * width + i]) == (want == 5), "the residual stream after overflow", r, i, a.x[r * width + i], want);
+        }
+    }
+}
+
+// Norms of queries and of keys, beside values. A row has the same bits whatever rows run beside it.
+static void check_projection_norms(int rows, int queries, int keys) {
+    int stride = queries + 2 * keys;
+    std::vector<float4> x(rows * stride / 4), weights((queries + keys) / 4);
+    for (float4& v : x) v = {uniform(), uniform(), uniform(), uniform()};
+    for (float4& v : weights) v = {uniform(), uniform(), uniform(), uniform()};
+    std::vector<float4> before = x, last(x.end() - stride / 4, x.end());
+    const float* of_keys = &weights[queries / 4].x;
+    projections::Arguments a = {&x[0].x, {&weights[0].x, of_keys}, {queries, keys}, stride, 1e-6f};
+    launch(rows, 2, 1, projections::THREADS, [&] { projections::norm_projections(a); });
+    for (int r = 0; r < rows; r++) {
+        const float *from = &before[0].x + r * stride, *got = a.x + r * stride;
+        double factors[] = {norm_factor(from, queries), norm_factor(from + queries, keys)};
+        for (int i = 0; i < stride; i++) {
+            double want = from[i];
+            if (i < queries + keys) want *= factors[i >= queries] * a.weights[0][i];
+            expect(std::fabs(got[i] - want) <= 1e-6 * std::fabs(want), "a norm of projections", r, i, got[i], want);
+        }
+    }
+    projections::Arguments alone = a;
+    alone.x = &last[0].x;
+    launch(1, 2, 1, projections::THREADS, [&] { projections::norm_projections(alone); });
+    for (int i = 0; i < stride; i++) {
+        double want = a.x[(rows - 1) * stride + i];
+        expect(alone.x[i] == want, "a norm of the projections of one row", rows - 1, i, alone.x[i], want);
     }
 }
 
@@ -481,6 +556,13 @@ int main() {
     check_post_norm(4, 576, false, true, true);
     check_post_norm(9, 48, true, true, true);
     check_post_norm(2, 64, false, false, true);
+    check_post_norm(9, 576, true, true, false, true);
+    check_post_norm(2, 64, false, true, false, true);
+    check_stream_rows(100, false);
+    check_stream_rows(9232, true);
+    check_projection_norms(3, 48, 16);
+    check_projection_norms(2, 6144, 1024);
+    check_projection_norms(1, 4096, 4096);
     for (int kind : {inputs::F32, inputs::F16, inputs::BF16, inputs::INT8}) check_inputs(3, 4, 48, kind);
     check_inputs(2, 2, 256, inputs::BF16);
     check_own_gate(256, GELU_TANH);

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Applied, Kernel, Norm, Normed, Part, Then};
+use super::{Applied, Kernel, NextInput, Norm, Normed, Part, Then};
 use crate::cuda::Layout;
 use crate::model::adapter::AdaptedPart;
 use crate::model::order::Half;
@@ -75,7 +75,9 @@ impl fmt::Display for Kernel {
             Kernel::Normalize { norm, layout } => {
                 write!(f, "{norm} norm -> f16 {}", layout_name(*layout))
             }
+            Kernel::Convert { layout, .. } => write!(f, "rows -> f16 {}", layout_name(*layout)),
             Kernel::Qkv { input, gemm } => write!(f, "q, k, v ({input}) -> f32: {gemm}"),
+            Kernel::NormProjections => f.write_str("norms of all q, of all k"),
             Kernel::Decode { layout } => {
                 write!(
                     f,
@@ -195,7 +197,15 @@ impl fmt::Display for Kernel {
                     Part::PerLayer => "the own input",
                 };
                 write!(f, "norm of {output}, add{}", factor(*scales))?;
-                write_next(f, next)
+                match *next {
+                    None => Ok(()),
+                    Some(NextInput::Normalized(norm, layout)) => {
+                        write_next(f, &Some((norm, layout)))
+                    }
+                    Some(NextInput::Stream(_, layout)) => {
+                        write!(f, ", rows -> f16 {}", layout_name(layout))
+                    }
+                }
             }
             Kernel::Head { input, gemm } => write!(f, "head ({input}) -> f32: {gemm}"),
             Kernel::Hidden => f.write_str("final norm -> f32, and a copy for the host"),

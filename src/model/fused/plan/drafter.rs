@@ -53,7 +53,8 @@ pub(in crate::model::fused) fn follow(
 ) -> Result<Vec<PlannedKernel>> {
     let block = model.own_blocks().end;
     let shape = model.blocks.get(block);
-    let Some((shape, MixerShape::Attention { qkv, .. })) = shape.map(|s| (s, &s.mixer)) else {
+    let Some((shape, MixerShape::Attention { qkv, normed, .. })) = shape.map(|s| (s, &s.mixer))
+    else {
         bail!(Internal, "block {block} is no drafter's with attention");
     };
     let input = Normed {
@@ -63,19 +64,21 @@ pub(in crate::model::fused) fn follow(
     };
     let mut steps = inputs(model, rows, hardware)?;
     let kernels = [
-        Kernel::Normalize {
+        Some(Kernel::Normalize {
             norm: input.norm,
             layout: input.layout,
-        },
-        Kernel::Qkv {
+        }),
+        Some(Kernel::Qkv {
             input,
             gemm: GemmPlan::choose(hardware, rows, qkv, Output::F32, input.form())?,
-        },
-        match followed {
+        }),
+        normed.then_some(Kernel::NormProjections),
+        Some(match followed {
             Followed::Single => Kernel::StoreRows { before: true },
             Followed::Consecutive => Kernel::StoreKv,
-        },
+        }),
     ];
+    let kernels = kernels.into_iter().flatten();
     steps.extend(kernels.map(|kernel| PlannedKernel { block, kernel }));
     Ok(steps)
 }

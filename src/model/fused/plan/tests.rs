@@ -48,7 +48,10 @@ struct Sizes {
     kv: usize,
     intermediate: usize,
     vocab: usize,
-    post: bool,
+    /// Whether norms are before each half, and whether they are after it.
+    norms: [bool; 2],
+    /// Whether all heads of queries are normalized together, and all heads of keys.
+    normed: bool,
     /// `None` without a mixture, else whether it has a shared expert.
     experts: Option<bool>,
     /// Whether the first two blocks have gated delta nets, and the last a gate of its heads.
@@ -61,7 +64,8 @@ const QWEN3_4B: Sizes = Sizes {
     kv: 1024,
     intermediate: 9728,
     vocab: 151_936,
-    post: false,
+    norms: [true, false],
+    normed: false,
     experts: None,
     recurrent: false,
 };
@@ -71,7 +75,8 @@ const GEMMA3_4B: Sizes = Sizes {
     kv: 1024,
     intermediate: 10_240,
     vocab: 262_208,
-    post: true,
+    norms: [true, true],
+    normed: false,
     experts: None,
     recurrent: false,
 };
@@ -81,7 +86,8 @@ const QWEN3_30B_A3B: Sizes = Sizes {
     kv: 512,
     intermediate: 0,
     vocab: 151_936,
-    post: false,
+    norms: [true, false],
+    normed: false,
     experts: Some(false),
     recurrent: false,
 };
@@ -92,7 +98,8 @@ const QWEN3_5_4B: Sizes = Sizes {
     kv: 1024,
     intermediate: 9216,
     vocab: 248_320,
-    post: false,
+    norms: [true, false],
+    normed: false,
     experts: None,
     recurrent: true,
 };
@@ -102,8 +109,32 @@ const QWEN2_57B_A14B: Sizes = Sizes {
     kv: 512,
     intermediate: 20_480,
     vocab: 151_936,
-    post: false,
+    norms: [true, false],
+    normed: false,
     experts: Some(true),
+    recurrent: false,
+};
+
+const MINIMAX_M2: Sizes = Sizes {
+    hidden: 3072,
+    q: 6144,
+    kv: 1024,
+    intermediate: 0,
+    vocab: 200_064,
+    norms: [true, false],
+    normed: true,
+    experts: Some(false),
+    recurrent: false,
+};
+const OLMO2_7B: Sizes = Sizes {
+    hidden: 4096,
+    q: 4096,
+    kv: 4096,
+    intermediate: 11_008,
+    vocab: 100_352,
+    norms: [false, true],
+    normed: true,
+    experts: None,
     recurrent: false,
 };
 
@@ -121,13 +152,14 @@ fn model(s: &Sizes, storage: WeightType) -> ModelShape {
     };
     let block = BlockShape {
         norms: NormPlacement {
-            pre: true,
-            post: s.post,
+            pre: s.norms[0],
+            post: s.norms[1],
         },
         mixer: MixerShape::Attention {
             qkv: [s.q, s.kv, s.kv].map(|rows| shape(rows, s.hidden)).into(),
             gate: None,
             o: shape(s.hidden, s.q),
+            normed: s.normed,
         },
         mlp: match s.experts {
             None => MlpShape::Dense(mlp),
@@ -200,8 +232,10 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
     match &step.kernel {
         // Not an operation of a block.
         Kernel::LayerInputs { .. } => Vec::new(),
-        Kernel::Normalize { norm, .. } => enter(*norm),
+        Kernel::Normalize { norm, .. } | Kernel::Convert { norm, .. } => enter(*norm),
         Kernel::Qkv { input, .. } => [prologue(input), own(&[BlockOp::Qkv])].concat(),
+        // A part of an operation that a later kernel completes.
+        Kernel::NormProjections => Vec::new(),
         Kernel::Decode { .. } | Kernel::DecodeStored { .. } => {
             own(&[BlockOp::Heads, BlockOp::Attend])
         }
@@ -274,13 +308,16 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::PostNorm {
             part,
             scales,
-            next: norm,
+            next: follows,
         } => {
+            let follows = follows.map_or(Vec::new(), |input| match input {
+                NextInput::Normalized(norm, _) | NextInput::Stream(norm, _) => enter(norm),
+            });
             let leave = match part {
                 Part::Half(half) => BlockOp::Leave(*half),
                 Part::PerLayer => BlockOp::PerLayerLeave,
             };
-            [own(&[leave]), factor(*scales), next(norm)].concat()
+            [own(&[leave]), factor(*scales), follows].concat()
         }
         Kernel::Head { input, .. } => prologue(input),
         // Beside the blocks.
@@ -319,8 +356,8 @@ fn specs(sizes: &Sizes) -> Vec<BlockSpec> {
     };
     let spec = BlockSpec {
         norms: NormPlacement {
-            pre: true,
-            post: sizes.post,
+            pre: sizes.norms[0],
+            post: sizes.norms[1],
         },
         mixer: MixerSpec::Attention(AttentionSpec {
             gated: sizes.recurrent,
@@ -376,6 +413,7 @@ fn nemotron() -> (ModelShape, Vec<BlockSpec>) {
         qkv: [4096, 256, 256].map(|rows| of(nvfp4, rows, hidden)).into(),
         gate: None,
         o: of(nvfp4, hidden, 4096),
+        normed: false,
     };
     let experts = MlpShape::Experts {
         gated: false,
@@ -530,6 +568,7 @@ fn of_drafters() -> String {
             writeln!(table, "{name}, NVFP4, H200, {rows} rows followed").unwrap();
             let steps = drafter::follow(&model, rows, followed, &H200).unwrap();
             table.push_str(&printed(&steps));
+            check_projection_norms(&steps, &model.blocks);
         }
     }
     table
@@ -563,6 +602,7 @@ fn of_adapters() -> String {
                 let completed: Vec<_> = completed.collect();
                 assert_eq!(completed, expected(&specs), "{name}, {rows} rows, {what}");
                 check_adapted(&steps);
+                check_projection_norms(&steps, &model.blocks);
                 if name == "Qwen3-4B, NVFP4, H200" && rows != 40 {
                     let adapts = format!("adapters of {what}");
                     writeln!(table, "{name}, a step of {rows}, {adapts}").unwrap();
@@ -586,6 +626,40 @@ fn of_adapters() -> String {
         }
     }
     table
+}
+
+/// Norms over all heads follow the projections and what adapters add to them, before attention.
+fn check_projection_norms(steps: &[PlannedKernel], blocks: &[BlockShape]) {
+    let attends = |step: &PlannedKernel| {
+        matches!(
+            step.kernel,
+            Kernel::Decode { .. }
+                | Kernel::DecodeAdapted
+                | Kernel::StoreRows { .. }
+                | Kernel::StoreKv
+        )
+    };
+    let is_norm = |step: &PlannedKernel| step.kernel == Kernel::NormProjections;
+    let mut expected = 0;
+    for (i, step) in steps.iter().enumerate() {
+        if !matches!(step.kernel, Kernel::Qkv { .. }) {
+            continue;
+        }
+        let MixerShape::Attention { normed, .. } = blocks[step.block].mixer else {
+            panic!("{step:?} in a block without attention");
+        };
+        let rest = &steps[i + 1..];
+        let before = &rest[..rest.iter().position(attends).unwrap()];
+        let norm = before.iter().position(is_norm);
+        assert_eq!(norm.is_some(), normed, "{before:?}");
+        let part = AdaptedPart::MixerInputs;
+        let added = Kernel::Expand { part, added: false };
+        let added = before.iter().position(|step| step.kernel == added);
+        assert!(!normed || added < norm, "{before:?}");
+        expected += usize::from(normed);
+    }
+    let norms = steps.iter().filter(|step| is_norm(step)).count();
+    assert_eq!(norms, expected, "{steps:?}");
 }
 
 /// A factors follow the GEMM of their part, beside which they run, and B factors follow them.
@@ -644,6 +718,18 @@ fn models() -> Vec<Described> {
             WeightType::Nvfp4,
             &H200,
         ),
+        (
+            "MiniMax-M2, NVFP4, H200",
+            &MINIMAX_M2,
+            WeightType::Nvfp4,
+            &H200,
+        ),
+        (
+            "OLMo 2 7B, NVFP4, H200",
+            &OLMO2_7B,
+            WeightType::Nvfp4,
+            &H200,
+        ),
     ] {
         models.push((name, (model(sizes, storage), specs(sizes)), hardware));
     }
@@ -692,6 +778,7 @@ fn plans_are_as_written_down() {
             let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
             let completed: Vec<_> = completed.collect();
             assert_eq!(completed, expected(&specs), "{name}, {kind} of {rows}");
+            check_projection_norms(&steps, &model.blocks);
         }
     }
     table.push_str(&of_drafters());
@@ -703,6 +790,52 @@ fn plans_are_as_written_down() {
         std::fs::write(&got, &table).unwrap();
         panic!("plans have changed: compare {} with {path}", got.display());
     }
+}
+
+/// The kernel that sums experts stores no rows for a block without a norm before its mixer.
+#[test]
+fn rows_after_experts_are_converted_apart() {
+    let bare = Sizes {
+        norms: [false, true],
+        intermediate: 6144,
+        experts: None,
+        ..QWEN3_30B_A3B
+    };
+    let mut mixed = model(&QWEN3_30B_A3B, WeightType::Nvfp4);
+    mixed.blocks[1] = model(&bare, WeightType::Nvfp4).blocks.remove(1);
+    let steps = plan(&mixed, 0..3, 4, Rows::Step, Adapts::NOTHING, &H200).unwrap();
+    let kernels: Vec<Kernel> = steps.iter().map(|step| step.kernel).collect();
+    let has = |wanted: fn(&[Kernel]) -> bool| kernels.windows(2).any(wanted);
+    assert!(has(|pair| matches!(
+        pair,
+        [
+            Kernel::SumExperts { next: None },
+            Kernel::Convert {
+                norm: Norm::Mixer(1),
+                ..
+            }
+        ]
+    )));
+    assert!(has(|pair| matches!(
+        pair,
+        [
+            Kernel::PostNorm {
+                next: Some(NextInput::Stream(Norm::Mlp(1), _)),
+                ..
+            },
+            Kernel::GateUp { .. }
+        ]
+    )));
+    assert!(has(|pair| matches!(
+        pair,
+        [
+            Kernel::PostNorm {
+                next: Some(NextInput::Normalized(Norm::Mixer(2), _)),
+                ..
+            },
+            Kernel::Qkv { .. }
+        ]
+    )));
 }
 
 /// The GEMM of a kernel, if it is one.

@@ -161,6 +161,7 @@ impl Gemma4 {
                 qkv: inputs.map(|&rows| self.nvfp4(rows, self.hidden)).collect(),
                 gate: None,
                 o: self.nvfp4(self.hidden, q),
+                normed: false,
             },
             mlp: match self.experts {
                 false => MlpShape::Dense(dense),
