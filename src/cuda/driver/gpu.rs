@@ -40,6 +40,7 @@ pub struct Gpu {
     shared_limit: usize,
     managed: bool,
     integrated: bool,
+    is_shared: bool,
     driver_version: i32,
     device: sys::CUdevice,
     context: sys::CUcontext,
@@ -90,6 +91,8 @@ impl Gpu {
             attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize;
         let managed = attribute(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS)? != 0;
         let integrated = attribute(CU_DEVICE_ATTRIBUTE_INTEGRATED)? != 0;
+        // Older drivers do not know this one.
+        let is_shared = attribute(CU_DEVICE_ATTRIBUTE_MPS_ENABLED).is_ok_and(|mps| mps != 0);
         let driver_version = driver()?;
         // SAFETY: retained once here and released once in `drop`.
         let context = check(
@@ -113,6 +116,7 @@ impl Gpu {
             shared_limit,
             managed,
             integrated,
+            is_shared,
             driver_version,
             device,
             context,
@@ -202,6 +206,11 @@ impl Gpu {
     /// Whether the device shares the host's memory.
     pub fn is_integrated(&self) -> bool {
         self.integrated
+    }
+
+    /// Whether kernels of other processes may run at the same time: whether they share the device through CUDA's multi-process service.
+    pub fn is_shared(&self) -> bool {
+        self.is_shared
     }
 
     /// The stream that this thread enqueues to: the one that it records, else its [`Lane`](super::Lane), else the device's stream.

@@ -28,7 +28,9 @@ impl<'a> FusedPass<'a> {
             model, hardware, ..
         } = self.lowered;
         let (own, rows) = (model.own_blocks(), self.rows);
-        if let Some(adapted) = self.adapted {
+        // CTAs of few rows wait for each other, which those of another process might keep from running.
+        let serves = rows > cuda::SKINNY_ROWS || !self.lowered.gpu.is_shared();
+        if let Some(adapted) = self.adapted.filter(|_| serves) {
             let which = (adapted.adapts, adapted.division());
             let steps = plan::adapted::of_rows(model, own.clone(), rows, kind, which, hardware)?;
             if let Some(steps) = steps {
