@@ -362,7 +362,7 @@ fn models_with_keys_and_values_in_8_bits() {
         // Where inputs differ a little, some values round to the code beside, and change logits by a share of what rounding costs at all.
         let cost = relative_l2(&want, &as_f64(&run(&cpu, KvType::F32)));
         let near = 2e-2 * coarseness(&model);
-        assert_close(&got, &as_f64(&want), near.max(0.3 * cost), case);
+        assert_close(&got, &as_f64(&want), near.max(0.5 * cost), case);
         let same = |got: &[f32], expected: &[f32], what: &str| match expected.is_empty() {
             true => {}
             false => assert_close(got, &as_f64(expected), near, &format!("{case}, {what}")),

@@ -1,6 +1,8 @@
 //! Rows that each have an adapter of their own, or none, for products that apply them. See `kernels/linear/skinny/adapter.cuh` and
 //! `kernels/linear/wide_adapted.cu`.
 
+use std::fmt;
+
 use super::limits::{NVFP4_MATRICES, SKINNY_ROWS};
 use crate::base::Result;
 use crate::base::error::bail;
@@ -113,6 +115,23 @@ impl SharingTurn {
             own: area(index),
             taken: area(index.checked_sub(1).unwrap_or(count - 1)),
         })
+    }
+}
+
+/// How a launch of the skinny GEMM applies the adapters of its rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct AdaptedSkinny {
+    pub(super) division: AdapterDivision,
+    /// Parts of K whose products are shared.
+    pub(super) parts: usize,
+    /// Bytes of shared memory for copies of factors.
+    pub(super) copies: usize,
+    pub(super) turn: SharingTurn,
+}
+
+impl fmt::Display for AdaptedSkinny {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "A x in {} parts", self.parts)
     }
 }
 

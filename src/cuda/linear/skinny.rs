@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
-use super::adapted_rows::{AdaptedRows, LowProductsArgument};
+use super::adapted_rows::{AdaptedRows, AdaptedSkinny, LowProductsArgument};
 use super::fused_norm::{FusedNorm, NormArgument};
 use super::hardware::Hardware;
 use super::input::{Input, InputForm};
@@ -13,7 +13,6 @@ use super::matrix::{Biased, CHUNK_BYTES, CHUNK_K, MatrixArgument, MatrixShape, m
 use super::normalized::{self, NormalizedArgument};
 use super::output::{GROUP_ROWS, Layout, Output};
 use super::residual::ResidualArgument;
-use super::skinny_adapted::AdaptedSkinny;
 use super::tile::{Tile, WARPS};
 use super::tiled::ranges;
 use super::tiles::TileKernel;

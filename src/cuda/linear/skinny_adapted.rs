@@ -1,9 +1,7 @@
 //! The skinny GEMM of rows with adapters, whose CTAs share the products with A factors. See `kernels/linear/skinny/adapter.cuh`.
 
-use std::fmt;
-
 use super::adapted_rows::{
-    AdaptedRows, AdapterDivision, LowProductsArgument, SHARED_PARTS, SharingTurn,
+    AdaptedRows, AdaptedSkinny, AdapterDivision, LowProductsArgument, SHARED_PARTS, SharingTurn,
 };
 use super::hardware::Hardware;
 use super::limits::{HALF_SM_ROWS, NVFP4_MATRICES};
@@ -18,17 +16,6 @@ use crate::cuda::driver::Launch;
 const SHARERS: usize = 8;
 /// Elements of K that four lanes take at a time.
 const UNIT: usize = 32;
-
-/// How a launch applies the adapters of its rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct AdaptedSkinny {
-    division: AdapterDivision,
-    /// Parts of K whose products are shared.
-    parts: usize,
-    /// Bytes of shared memory for copies of factors.
-    copies: usize,
-    turn: SharingTurn,
-}
 
 impl SkinnyKernel {
     /// The kernel that also applies adapters, and the most matrices that it takes.
@@ -131,11 +118,5 @@ impl SkinnyPlan {
                 rows.map(AdaptedRows::division)
             ),
         }
-    }
-}
-
-impl fmt::Display for AdaptedSkinny {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "A x in {} parts", self.parts)
     }
 }

@@ -67,7 +67,8 @@ impl<'a> FusedPass<'a> {
         gemm.enqueue_for_adapted_rows(gpu, input, matrices, output, to, scratch, norm, &rows)
     }
 
-    /// The projections that products with adapters take after a part: those of the next one, or of the first block in the next pass.
+    /// The projections that products with adapters take after a part: those of the next one, or of the first block in the next pass. None
+    /// if that part has none.
     fn projections_after(&self, index: usize, part: AdaptedPart) -> Result<NextProjections> {
         let own = self.lowered.model.own_blocks();
         let (index, part) = match part {
@@ -77,6 +78,10 @@ impl<'a> FusedPass<'a> {
             _ if index + 1 == own.end => (own.start, AdaptedPart::MixerInputs),
             _ => (index + 1, AdaptedPart::MixerInputs),
         };
+        let (block, _) = self.source.block(index)?;
+        if part.projections(block).is_empty() {
+            return Ok(NextProjections::default());
+        }
         let (group, all) = self.group(index, part)?;
         let mut next = NextProjections {
             first: group.first,

@@ -273,6 +273,10 @@ impl Memory {
             ),
             (&mut self.overflow, overflowing.as_str()),
         ];
+        if self.takes_stream {
+            // Blocks without norms convert the residual stream before they multiply it.
+            notes.swap(0, 1);
+        }
         if self.experts.is_some() {
             notes.push((
                 &mut self.unroutable,

@@ -633,10 +633,7 @@ fn check_projection_norms(steps: &[PlannedKernel], blocks: &[BlockShape]) {
     let attends = |step: &PlannedKernel| {
         matches!(
             step.kernel,
-            Kernel::Decode { .. }
-                | Kernel::DecodeAdapted
-                | Kernel::StoreRows { .. }
-                | Kernel::StoreKv
+            Kernel::Decode { .. } | Kernel::StoreRows { .. } | Kernel::StoreKv
         )
     };
     let is_norm = |step: &PlannedKernel| step.kernel == Kernel::NormProjections;
