@@ -4,7 +4,6 @@
 // with the element that it stands for. Prints "ok" or the first error.
 #include "cuda.hpp"
 
-#include "adapter/factors.cuh"
 #include "attention/splits.cuh"
 #include "common/cluster.cuh"
 #include "common/heads.cuh"
@@ -239,7 +238,7 @@ struct Sequence {
             std::vector<float> partial((size_t)blocks * SPLITS * decode::HEADS * (D + 2), NAN);
             std::vector<u32> arrived(blocks);
             decode::Arguments d = {&own[i * row_values], q_weight, k_weight, sink(), &position, &tokens[i * row_outputs], partial.data(), arrived.data(),
-                                   options(), row(has_keys), arguments(), group, log2, cap_log2, window, 0, stored, split_pages, {}};
+                                   options(), row(has_keys), arguments(), group, log2, cap_log2, window, 0, stored, split_pages};
             auto launch_ring = [&](auto ring) {
                 launch(blocks, 1, SPLITS, decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, ring(), 1, false, E, true>(d); });
             };
@@ -336,7 +335,7 @@ struct Sequence {
             std::vector<float> partial((size_t)rows * blocks * splits * decode::HEADS * (D + 2), NAN);
             std::vector<u32> arrived(rows * blocks);
             decode::Arguments d = {x, normed ? q_norm.data() : nullptr, k_weight, sink(), positions.data(), out.data(), partial.data(), arrived.data(),
-                                   options(), row(), pages, heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window, 0, 1, 0, {}};
+                                   options(), row(), pages, heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f, window, 0, 1, 0};
             launch(blocks, rows, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(d); },
                    CLUSTER ? splits : 1);
             compare("tokens at once", out, first, rows);
@@ -360,42 +359,6 @@ struct Sequence {
 #if __CUDA_ARCH__ >= 900
         if constexpr (!LIMITED && D <= 128) step_with<D, LIMITED, ROTARY, 2, 1, true>(token, 2, splits % 2);
 #endif
-        if constexpr (!LIMITED && D <= 128 && !HAS_SCALES<E>) {
-            int ranks[] = {16, 48, 0};
-            step_with_adapter<D, 4, 2>(token, splits, ranks[token % 3], token % 2 ? F32 : F16);
-            step_with_adapter<D, 1, 1>(token, splits, ranks[(token + 1) % 3], BF16);
-        }
-    }
-    // The output is multiplied by an A factor of this rank and type, in a part for each head.
-    template <int D, int STAGES, int SPAN>
-    void step_with_adapter(int token, int splits, int rank, int type) {
-        int blocks = kv_heads * ceil_div(heads / kv_heads, decode::HEADS), width = heads * D, shift = 6;
-        std::vector<u16> out((size_t)width, 0x7e00);
-        std::vector<float> partial((size_t)blocks * splits * decode::HEADS * (D + 2), NAN), low((size_t)heads << shift, NAN);
-        std::vector<u32> arrived(blocks);
-        std::vector<uint4> words((size_t)rank * width / 4 + 1);
-        std::vector<double> values;
-        for (int i = 0; i < rank * width; i++) {
-            float x = uniform();
-            if (type == F32) ((float*)words.data())[i] = x;
-            if (type == F16) ((u16*)words.data())[i] = to_f16(x), x = f16_to_float(to_f16(x));
-            if (type == BF16) ((u16*)words.data())[i] = (u16)(__float_as_uint(x) >> 16), x = bf16_to_float((u16)(__float_as_uint(x) >> 16));
-            values.push_back(x);
-        }
-        Factors table[2] = {{}, {words.data(), nullptr, 1, rank, type, BF16}};
-        const Factors* adapter = table;
-        decode::Arguments d = {&qkv[(size_t)token * all * D], normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token, out.data(),
-                               partial.data(), arrived.data(), options(), row(true), arguments(), heads / kv_heads, scale() * 1.44269504f, cap * 1.44269504f,
-                               window, 0, 0, 0, {&adapter, low.data(), 1, 1, heads, shift, 0, 0, 0}};
-        launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, false, D, STAGES, SPAN, false, E, false, true>(d); });
-        if (compares) compare("a token with an adapter", out, token, 1);
-        for (int r = 0; r < rank; r++) {
-            for (int h = 0; h < heads; h++) {
-                double sum = 0, got = low[(h << shift) + r];
-                for (int i = 0; i < D; i++) sum += values[(size_t)r * width + h * D + i] * f16_to_float(out[h * D + i]);
-                if (!(std::fabs(got - sum) <= 1e-4 * (1 + std::fabs(sum)))) printf("number %d of head %d is %g, not %g\n", r, h, got, sum), exit(1);
-            }
-        }
     }
     // Without keys the row has queries alone, and the token's key and value are in the cache.
     template <int D, bool LIMITED, int ROTARY, int STAGES, int SPAN, bool CLUSTER>
@@ -408,7 +371,7 @@ struct Sequence {
         std::vector<u32> arrived(blocks);
         decode::Arguments d = {has_keys ? &qkv[(size_t)token * all * D] : own.data(), normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, sink(), &token,
                                out.data(), partial.data(), arrived.data(), options(), row(has_keys), arguments(), heads / kv_heads, scale() * 1.44269504f,
-                               cap * 1.44269504f, window, fragment_major, 0, 0, {}};
+                               cap * 1.44269504f, window, fragment_major, 0, 0};
         launch(blocks, 1, splits, SPAN * decode::PAGE_WARPS * WARP, [&] { decode::run<D, LIMITED, ROTARY, STAGES, SPAN, CLUSTER, E>(d); }, CLUSTER ? splits : 1);
         if (fragment_major) {
             std::vector<u16> row;
