@@ -36,6 +36,8 @@ extern char shared[] asm("shared");
 #undef KERNELS
 #undef FRAGMENT_KERNELS
 #include "linear/skinny_adapted.cu"
+#undef KERNELS
+#undef FRAGMENT_KERNELS
 #if HAS_WGMMA
 #include "linear/skinny_ranges.cu"
 #undef KERNELS
@@ -1042,33 +1044,33 @@ int main() {
 #endif
     auto mixed = [](int row) { return row % 3 - 1; };
     auto only = [](int) { return 0; };
-#define ADAPTED(NAME) #NAME, [](skinny::Arguments a) { skinny::skinny_adapted_##NAME(a); }
+#define SKINNY_ADAPTED(NAME) #NAME, [](skinny::Arguments a) { skinny::skinny_adapted_##NAME(a); }
     for (double told : {0.0, 1.0, 1e5, 1e-5}) {
         Launched deep = {skinny::ROW_MAJOR, skinny::DEEP, 3, 1}, pair = {skinny::ROW_MAJOR, skinny::GATE_UP, 2, 1}, tall = {skinny::ROW_MAJOR, skinny::TALL, 2, 1};
-        check_adapted_skinny(ADAPTED(f32_1), 1, {40, 24, 9}, 704, F32, deep, {{16, 0, 32}}, only, 2, 1 << 14, told);
-        check_adapted_skinny(ADAPTED(glu_1), 1, {40, 40}, 3136, GLU, pair, {{16, 16}}, only, 4, 1 << 16, told);
-        check_adapted_skinny(ADAPTED(f32_4), 3, {40, 24}, 320, F32, deep, {{16, 16}, {32, 16}}, mixed, 1, 1 << 14, told);
-        check_adapted_skinny(ADAPTED(glu_8), 5, {40, 40}, 448, GLU, pair, {{32, 16}, {0, 16}}, mixed, 4, 0, told);
-        check_adapted_skinny(ADAPTED(glu_16), 13, {20, 20}, 144, GLU, {skinny::ROW_MAJOR, skinny::GATE_UP, 1, 1}, {{16, 16}, {16, 48}}, mixed, 2, 1 << 16, 0);
-        check_adapted_skinny(ADAPTED(f32_8), 8, {40, 20}, 400, F32, tall, {{64, 16}}, only, 2, 1 << 15, 0);
+        check_adapted_skinny(SKINNY_ADAPTED(f32_1), 1, {40, 24, 9}, 704, F32, deep, {{16, 0, 32}}, only, 2, 1 << 14, told);
+        check_adapted_skinny(SKINNY_ADAPTED(glu_1), 1, {40, 40}, 3136, GLU, pair, {{16, 16}}, only, 4, 1 << 16, told);
+        check_adapted_skinny(SKINNY_ADAPTED(f32_4), 3, {40, 24}, 320, F32, deep, {{16, 16}, {32, 16}}, mixed, 1, 1 << 14, told);
+        check_adapted_skinny(SKINNY_ADAPTED(glu_8), 5, {40, 40}, 448, GLU, pair, {{32, 16}, {0, 16}}, mixed, 4, 0, told);
+        check_adapted_skinny(SKINNY_ADAPTED(glu_16), 13, {20, 20}, 144, GLU, {skinny::ROW_MAJOR, skinny::GATE_UP, 1, 1}, {{16, 16}, {16, 48}}, mixed, 2, 1 << 16, 0);
+        check_adapted_skinny(SKINNY_ADAPTED(f32_8), 8, {40, 20}, 400, F32, tall, {{64, 16}}, only, 2, 1 << 15, 0);
     }
-    check_adapted_skinny(ADAPTED(add_1), 1, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}}, only, 4, 1 << 14);
-    check_adapted_skinny(ADAPTED(add_4), 4, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}, {16}, {32}}, [](int row) { return row % 3; }, 2, 3000);
-    check_adapted_skinny(ADAPTED(add_8), 5, {23}, 2320, ADD, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {16}}, mixed, 1, 1 << 15);
-    check_adapted_skinny(ADAPTED(f32_16), 13, {72}, 272, F32, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {64}}, mixed, 4, 1 << 15);
-    check_adapted_skinny(ADAPTED(add_16), 16, {40}, 272, ADD, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, std::vector<std::vector<int>>(16, {16}), [](int row) { return row; }, 2, 0);
+    check_adapted_skinny(SKINNY_ADAPTED(add_1), 1, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}}, only, 4, 1 << 14);
+    check_adapted_skinny(SKINNY_ADAPTED(add_4), 4, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}, {16}, {32}}, [](int row) { return row % 3; }, 2, 3000);
+    check_adapted_skinny(SKINNY_ADAPTED(add_8), 5, {23}, 2320, ADD, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {16}}, mixed, 1, 1 << 15);
+    check_adapted_skinny(SKINNY_ADAPTED(f32_16), 13, {72}, 272, F32, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {64}}, mixed, 4, 1 << 15);
+    check_adapted_skinny(SKINNY_ADAPTED(add_16), 16, {40}, 272, ADD, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, std::vector<std::vector<int>>(16, {16}), [](int row) { return row; }, 2, 0);
 #if __CUDA_ARCH__ >= 900
-    check_adapted_skinny(ADAPTED(add_1), 1, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 2}, {{16}}, only, 4, 1 << 14);
-    check_adapted_skinny(ADAPTED(f32_1), 1, {40, 24, 9}, 656, F32, {skinny::ROW_MAJOR, skinny::DEEP, 3, 2}, {{16, 16, 16}}, only, 2, 1 << 14);
+    check_adapted_skinny(SKINNY_ADAPTED(add_1), 1, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 2}, {{16}}, only, 4, 1 << 14);
+    check_adapted_skinny(SKINNY_ADAPTED(f32_1), 1, {40, 24, 9}, 656, F32, {skinny::ROW_MAJOR, skinny::DEEP, 3, 2}, {{16, 16, 16}}, only, 2, 1 << 14);
     for (double told : {0.0, 1.0, 1e5}) {
         Launched tall = {skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 1}, pair = {skinny::FRAGMENT_MAJOR, skinny::GATE_UP, 2, 1};
-        check_adapted_skinny(ADAPTED(f32_fragments_8), 7, {40, 24, 9}, 704, F32, tall, {{16, 0, 32}, {32, 16, 16}}, mixed, 2, 1 << 15, told);
-        check_adapted_skinny(ADAPTED(glu_fragments_8), 8, {40, 40}, 320, GLU_FRAGMENT_MAJOR, pair, {{16, 16}, {16, 32}}, mixed, 4, 1 << 16, told);
-        check_adapted_skinny(ADAPTED(f32_fragments_16), 13, {40, 24}, 1344, F32, tall, {{16, 16}}, [](int row) { return row == 4 ? -1 : 0; }, 2, 1 << 15, told);
-        check_adapted_skinny(ADAPTED(glu_fragments_16), 16, {20, 20}, 192, GLU_FRAGMENT_MAJOR, pair, {{16, 16}}, only, 4, 1 << 16, told);
+        check_adapted_skinny(SKINNY_ADAPTED(f32_fragments_8), 7, {40, 24, 9}, 704, F32, tall, {{16, 0, 32}, {32, 16, 16}}, mixed, 2, 1 << 15, told);
+        check_adapted_skinny(SKINNY_ADAPTED(glu_fragments_8), 8, {40, 40}, 320, GLU_FRAGMENT_MAJOR, pair, {{16, 16}, {16, 32}}, mixed, 4, 1 << 16, told);
+        check_adapted_skinny(SKINNY_ADAPTED(f32_fragments_16), 13, {40, 24}, 1344, F32, tall, {{16, 16}}, [](int row) { return row == 4 ? -1 : 0; }, 2, 1 << 15, told);
+        check_adapted_skinny(SKINNY_ADAPTED(glu_fragments_16), 16, {20, 20}, 192, GLU_FRAGMENT_MAJOR, pair, {{16, 16}}, only, 4, 1 << 16, told);
     }
-    check_adapted_skinny(ADAPTED(add_fragments_8), 6, {50}, 2064, ADD, {skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 2}, {{16}, {48}}, mixed, 4, 1 << 14);
-    check_adapted_skinny(ADAPTED(add_fragments_16), 16, {40}, 1040, ADD, {skinny::FRAGMENT_MAJOR, skinny::TALL, 1, 2}, {{16}, {16}}, mixed, 2, 0);
+    check_adapted_skinny(SKINNY_ADAPTED(add_fragments_8), 6, {50}, 2064, ADD, {skinny::FRAGMENT_MAJOR, skinny::TALL, 2, 2}, {{16}, {48}}, mixed, 4, 1 << 14);
+    check_adapted_skinny(SKINNY_ADAPTED(add_fragments_16), 16, {40}, 1040, ADD, {skinny::FRAGMENT_MAJOR, skinny::TALL, 1, 2}, {{16}, {16}}, mixed, 2, 0);
 #endif
 #if HAS_WGMMA
     check_adapted_rows(32, 17, {200, 24}, 272, 1, F32, {{16, 48}, {32, 16}}, mixed);
