@@ -172,6 +172,7 @@ class RowAdapters<C, true> {
 #pragma unroll 1
         for (int at = lane_id() * 16; at < bytes; at += WARP * 16) copy_async_16(shared_address(copies()) + to + at, from + at);
     }
+    // Fetches the block's share of `bytes` bytes to L2.
     __device__ __forceinline__ void fetch_share(const void* from, int bytes) const {
         int blocks = gridDim.x * gridDim.z, lines = ceil_div(bytes, 128);
 #pragma unroll 1
@@ -181,7 +182,7 @@ class RowAdapters<C, true> {
 public:
     __device__ __forceinline__ RowAdapters(const Arguments& a, const Schedule<C>& schedule, const SharedMemory<C>& shared_memory, int thread)
         : a(a), schedule(schedule), shared_memory(shared_memory), thread(thread) {}
-    // Before the wait for the predecessor, by one warp: finds the rows' adapters, and requests the block's numbers of A.
+    // Before the wait for the predecessor, by one warp: finds the rows' adapters, and requests the block's numbers of A and rows of B.
     __device__ __forceinline__ void prepare(int warp) {
         if (warp != SERVER) return;
         int lane = lane_id(), own = blockIdx.x;
@@ -204,7 +205,7 @@ public:
         __syncwarp();
         Factors f = memory().task;
         Range range = this->range(schedule.rank, t.part);
-        int begin = range.begin * UNIT, length = min(range.end * UNIT, a.k) - begin, a_bytes = length * bytes_of(f.a_type);
+        int begin = range.begin * UNIT, length = max(min(range.end * UNIT, a.k) - begin, 0), a_bytes = length * bytes_of(f.a_type);
         if (own >= tasks() || t.rank >= f.rank || a_bytes > a.low.copies) a_bytes = 0;
         if (lane == 0) memory().a_bytes = a_bytes;
         copy(0, (const u8*)f.a + ((size_t)t.rank * a.k + begin) * bytes_of(f.a_type), a_bytes);
