@@ -1056,7 +1056,7 @@ int main() {
     }
     check_adapted_skinny(SKINNY_ADAPTED(add_1), 1, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}}, only, 4, 1 << 14);
     // The last part is padding.
-    check_adapted_skinny(SKINNY_ADAPTED(f32_8), 6, {72}, 144, F32, {skinny::ROW_MAJOR, skinny::TALL, 4, 1}, {{16}}, only, 4, 1 << 14);
+    check_adapted_skinny(SKINNY_ADAPTED(f32_8), 8, {40, 24, 9}, 144, F32, {skinny::ROW_MAJOR, skinny::TALL, 4, 1}, std::vector<std::vector<int>>(8, {16, 16, 16}), [](int row) { return row; }, 4, 1 << 15);
     check_adapted_skinny(SKINNY_ADAPTED(add_4), 4, {50}, 2064, ADD, {skinny::ROW_MAJOR, skinny::DEEP, 4, 1}, {{16}, {16}, {32}}, [](int row) { return row % 3; }, 2, 3000);
     check_adapted_skinny(SKINNY_ADAPTED(add_8), 5, {23}, 2320, ADD, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {16}}, mixed, 1, 1 << 15);
     check_adapted_skinny(SKINNY_ADAPTED(f32_16), 13, {72}, 272, F32, {skinny::ROW_MAJOR, skinny::TALL, 2, 1}, {{16}, {64}}, mixed, 4, 1 << 15);
