@@ -17,10 +17,7 @@ struct Factors {
 
 __device__ __forceinline__ int bytes_of(int type) { return type == F32 ? 4 : 2; }
 
-// A number of a factor as it is stored.
-__device__ __forceinline__ u32 load_raw(const void* values, int type, size_t i) {
-    return type == F32 ? ((const u32*)values)[i] : ((const u16*)values)[i];
-}
+// A number of a factor, from the bits that are stored.
 __device__ __forceinline__ float value_of(u32 raw, int type) {
     return type == F32 ? __uint_as_float(raw) : type == F16 ? f16_to_float((u16)raw) : bf16_to_float((u16)raw);
 }

@@ -1,7 +1,5 @@
 // RMSNorms of a row of projections in place: one over all of its queries, and one over all of its keys, each by a block.
-#include "common/ptx.cuh"
-#include "common/reduce.cuh"
-#include "norm/piece.cuh"
+#include "norm/residual.cuh"
 
 struct Arguments {
     float* x;                   // [rows, stride]: queries, keys, and values, which stay as they are
@@ -11,8 +9,6 @@ struct Arguments {
     float eps;
 };
 
-constexpr int THREADS = 512;
-constexpr int WARPS = THREADS / WARP;
 constexpr int STEP = 4 * THREADS;
 
 // Grid: (rows, 2)
@@ -26,12 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_projections(const __g
     let_later_kernels_start();
     float sum = 0;
     for (int i = 4 * threadIdx.x; i < width; i += STEP) sum += square_sum(*(const float4*)(x + i));
-    sum = warp_sum(sum);
-    if (lane_id() == 0) warp_sums[threadIdx.x / WARP] = sum;
-    __syncthreads();
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += warp_sums[i];
+    sum = block_sum(sum, warp_sums);
     float factor = rsqrtf(sum / width + a.eps);
     for (int i = 4 * threadIdx.x; i < width; i += STEP) {
         float4* at = (float4*)(x + i);

@@ -22,6 +22,7 @@ namespace post {
 #include "norm/post_norm.cu"
 }
 namespace projections {
+using namespace post;
 #include "norm/projections.cu"
 }
 namespace drafter {
