@@ -8,9 +8,9 @@ use super::hardware::Hardware;
 use super::input::{Input, InputForm};
 use super::matrix::{Biased, MatrixShape};
 use super::output::{Layout, Output};
-use super::skinny::skinny_gemm;
+use super::skinny::{SkinnyPlan, skinny_gemm};
 use crate::base::Result;
-use crate::base::error::{bail, err};
+use crate::base::error::err;
 use crate::cuda::driver::Gpu;
 
 impl GemmPlan {
@@ -31,6 +31,13 @@ impl GemmPlan {
         (fuses && plan.skinny_at_once().is_some()).then_some(plan)
     }
 
+    /// The kernel that fuses `norm` into this GEMM with a matrix; an error if there is none, or if rows of the norm have another width.
+    pub(super) fn fusing(&self, norm: &FusedNorm<'_>, matrix: MatrixShape) -> Result<&SkinnyPlan> {
+        norm.takes(matrix)?;
+        self.skinny_at_once()
+            .ok_or_else(|| err!(Internal, "no kernel fuses a norm into {self:?}"))
+    }
+
     /// Enqueues a GEMM planned by [`GemmPlan::before_norm`]. It adds to the rows of the norm.
     pub fn enqueue_before_norm(
         &self,
@@ -39,12 +46,9 @@ impl GemmPlan {
         matrix: Biased<'_>,
         norm: &FusedNorm<'_>,
     ) -> Result<()> {
-        norm.takes(matrix.0.shape())?;
+        let plan = self.fusing(norm, matrix.0.shape())?;
         let (matrices, width) = ([matrix], norm.width());
         self.check(input, &matrices, Output::Add)?;
-        let Some(plan) = self.skinny_at_once() else {
-            bail!(Internal, "no kernel fuses a norm into {self:?}");
-        };
         let (add, next) = (Output::Add, Some(norm));
         skinny_gemm(
             gpu, input, self.m, &matrices, add, norm.x, width, plan, next, None,

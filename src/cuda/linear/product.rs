@@ -112,10 +112,7 @@ impl GemmPlan {
     ) -> Result<()> {
         self.check(input, matrices, output)?;
         if let Some(norm) = norm {
-            norm.takes(matrices[0].0.shape())?;
-            if self.skinny_at_once().is_none() {
-                bail!(Internal, "no kernel fuses a norm into {self:?}");
-            }
+            self.fusing(norm, matrices[0].0.shape())?;
         }
         let m = self.m;
         if m == 0 {
