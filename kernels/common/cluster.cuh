@@ -57,6 +57,10 @@ __device__ __forceinline__ float4 load_cluster_16(u32 shared, u32 block) {
                  : "memory");
     return v;
 }
+// Stores a number in the shared memory of a block of the cluster, which has started.
+__device__ __forceinline__ void store_cluster(u32 shared, u32 block, float x) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(shared, block)), "f"(x) : "memory");
+}
 // Stores a number in the shared memory of another block of the cluster, whose barrier expects 4 bytes for it.
 __device__ __forceinline__ void send_to_cluster(u32 shared, u32 block, float x, u32 barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(cluster_address(shared, block)),

@@ -2,8 +2,9 @@
 // norms of queries and keys, the gates, the delta rule and the gated norm (delta/conv.cu, delta/rule.cu and delta/norm.cu) in one launch.
 //
 // A block takes some columns of S of one value head. The blocks of a key head are a cluster. Each of them computes q and k for itself, and
-// they exchange sums of squares for the gated norm. The barrier of that exchange also separates the last read of the kept inputs of q and k
-// from their write, which may be to the same block of the arena. For Hopper and later.
+// they send each other sums of squares for the gated norm. The barrier after that also separates the last read of the kept inputs of q and k
+// from their write, which may be to the same block of the arena. S is written after the barrier, which would wait for it. For Hopper and
+// later.
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"
 #include "delta/columns.cuh"
@@ -43,7 +44,7 @@ constexpr float L2_EPS = 1e-6f;
 template <int WARPS>
 struct __align__(16) Shared {
     static constexpr int COLUMNS = WARPS * WARP_COLUMNS;
-    float squares[WARPS];   // of o, by warp
+    float squares[MAX_CLUSTER * WARPS]; // of o, by the blocks of a value head and their warps
     float q[MAX_KEY_DIM], k[MAX_KEY_DIM], v[COLUMNS], o[COLUMNS], decay, beta;
 };
 
@@ -101,6 +102,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     constexpr int COLUMNS = Shared<WARPS>::COLUMNS;
     extern __shared__ __align__(16) char shared[];
     Shared<WARPS>& s = *(Shared<WARPS>*)shared;
+    // Announces that this block's memory may be written.
+    cluster_arrive();
     // The shuffle tells the compiler that all lanes agree.
     int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = lane_id(), row = blockIdx.x, key_head = blockIdx.y;
     int parts = a.value_dim / COLUMNS, group = a.value_heads / a.key_heads, rank = blockIdx.z;
@@ -149,6 +152,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
         if (warp != VALUE || has_channels) *(float4*)(to + 4 * lane) = make_float4(y.x * factor, y.y * factor, y.z * factor, y.w * factor);
     }
     __syncthreads();
+    cluster_wait();
 
     float k[N], q[N], decay = s.decay, beta = s.beta;
     load_slice<SLICES>(s.k, slice, k);
@@ -160,7 +164,20 @@ __device__ __forceinline__ void run(const Arguments& a) {
     bool second = slice % 2;
     float o = sum_slices_of_one(multiply(q, m), second), squares = warp_sum(slice < 2 ? o * o : 0);
     if (slice < 2) s.o[in_block + second] = o;
-    if (lane == 0) s.squares[warp] = squares;
+    if (lane < parts) store_cluster(shared_address(s.squares + rank % parts * WARPS + warp), rank / parts * parts + lane, squares);
+    __syncwarp();
+    cluster_sync();
+
+    if (ends) {
+        float all = 0;
+        for (int i = 0; i < parts * WARPS; i += 4) all += (s.squares[i] + s.squares[i + 1]) + (s.squares[i + 2] + s.squares[i + 3]);
+        float factor = rsqrtf(all / a.value_dim + a.norm_eps);
+        const float* o = s.o + column;
+        a.to.store<OUTPUT>(first, gated(*(const float4*)o, factor, weight[0], z[0]), gated(*(const float4*)(o + BLOCK), factor, weight[1], z[1]));
+    }
+    if (warp == GATES && head == a.value_heads - 1 && rank % parts == parts - 1) a.to.pad<OUTPUT>(a.to.width / 8, lane, WARP);
+    // All blocks of the key head have read the kept inputs.
+    if (warp == VALUE || rank == 0) convolution.keep(a.inputs, write);
     float2* to = (float2*)(a.matrices.at(write) + place);
 #pragma unroll
     for (int i = 0; i < N / 4; i++) {
@@ -168,31 +185,6 @@ __device__ __forceinline__ void run(const Arguments& a) {
 #pragma unroll
         for (int j = 0; j < 4; j++) to[(4 * SLICES * i + j) * below / 2] = m[4 * i + j];
     }
-    __syncwarp();
-    cluster_sync();
-
-    // All blocks of the key head have read the kept inputs.
-    if (warp == VALUE || rank == 0) convolution.keep(a.inputs, write);
-    if (ends) {
-        // Each load has the sums of four warps.
-        constexpr int LOADS = WARPS / 4;
-        float4 sums[MAX_CLUSTER];
-#pragma unroll
-        for (int i = 0; i < MAX_CLUSTER; i++) {
-            sums[i] = make_float4(0, 0, 0, 0);
-            if (i < parts * LOADS) sums[i] = load_cluster_16(shared_address(s.squares) + i % LOADS * 16, rank / parts * parts + i / LOADS);
-        }
-        float all = 0;
-#pragma unroll
-        for (int i = 0; i < MAX_CLUSTER; i++) all += (sums[i].x + sums[i].y) + (sums[i].z + sums[i].w);
-        float factor = rsqrtf(all / a.value_dim + a.norm_eps);
-        const float* o = s.o + column;
-        a.to.store<OUTPUT>(first, gated(*(const float4*)o, factor, weight[0], z[0]), gated(*(const float4*)(o + BLOCK), factor, weight[1], z[1]));
-    }
-    if (warp == GATES && head == a.value_heads - 1 && rank % parts == parts - 1) a.to.pad<OUTPUT>(a.to.width / 8, lane, WARP);
-    // No block may end while another reads its memory.
-    __syncwarp();
-    cluster_sync();
 }
 
 #define KERNEL(COLUMNS, NAME, OUTPUT)                                                                                                    \

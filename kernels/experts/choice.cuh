@@ -89,9 +89,10 @@ __device__ __forceinline__ u32 best_groups(const Routing& a, const float (&value
     return chosen;
 }
 
-// A warp routes a row among up to WARP * LANE_EXPERTS experts and calls store(i, expert) for each choice.
+// A warp routes a row among up to WARP * LANE_EXPERTS experts and calls store(i, expert) for each choice. Returns the choice of the lane's
+// number, or NONE.
 template <int LANE_EXPERTS, class Store>
-__device__ __forceinline__ void route_among(const Routing& a, int row, Store store) {
+__device__ __forceinline__ int route_among(const Routing& a, int row, Store store) {
     int lane = lane_id();
     const float* logits = a.logits + (size_t)row * a.stride;
     float values[LANE_EXPERTS], largest = -INFINITY;    // by which experts are chosen
@@ -157,13 +158,25 @@ __device__ __forceinline__ void route_among(const Routing& a, int row, Store sto
     // Keeps the quotient finite if no sigmoid is above zero.
     float total = a.normalized ? warp_sum(weight) + 1e-20f : 1;
     if (own != NONE) a.weights[row * a.per_token + lane] = weight / total * (a.factors ? a.factors[own] * a.scale : a.scale);
+    return own;
 }
 
 // Routes a row by the least code that serves its experts: one warp issues everything.
 template <class Store>
-__device__ __forceinline__ void route(const Routing& a, int row, Store store) {
+__device__ __forceinline__ int route(const Routing& a, int row, Store store) {
     if (a.experts <= MAX_EXPERTS / 2) return route_among<MAX_EXPERTS / WARP / 2>(a, row, store);
-    route_among<MAX_EXPERTS / WARP>(a, row, store);
+    return route_among<MAX_EXPERTS / WARP>(a, row, store);
+}
+
+// As route_few() for a single row, by one warp without the others.
+__device__ __forceinline__ void route_one(const Routing& a) {
+    int lane = lane_id(), own = route(a, 0, [](int, int) {}), place = 0;
+    for (int i = 0; i < a.per_token; i++) place += __shfl_sync(ALL_LANES, own, i) < own;
+    if (own != NONE) {
+        a.choices[lane] = own, a.places[lane] = place, a.sources[place] = 0;
+        a.tiles[place] = {own, place, 1, 0};
+    }
+    for (int i = a.per_token + lane; i < a.max_tiles; i += WARP) a.tiles[i] = {0, 0, 0, 0};
 }
 
 // The pairs of few rows in shared memory.

@@ -19,12 +19,13 @@ extern "C" __global__ void __launch_bounds__(ROUTE_THREADS) experts_route(const 
     route(a, row, [&](int i, int expert) { a.choices[row * a.per_token + i] = expert; });
 }
 
-// In one block.
+// In one block. A single row takes one warp; the others keep blocks of other kernels from its multiprocessor, which would slow it down.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS, 1) experts_route_few(const __grid_constant__ Routing a) {
     __shared__ FewPairs few;
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    route_few(a, few);
+    if (a.rows > 1) return route_few(a, few);
+    if (threadIdx.x < WARP) route_one(a);
 }
 
 // The sum over the threads of a block.

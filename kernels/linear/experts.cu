@@ -56,8 +56,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
         line = min(first_feature / CHUNK_ROWS + (IS_GLU ? line / 2 : line), last_line);
         return w.chunks + (size_t)line * steps * CHUNK_BYTES;
     });
-    loop.load_first_weights();
     if (!IS_FIRST) {
+        loop.load_first_weights();
         wait_for_earlier_kernels();
         let_later_kernels_start();
     }

@@ -39,6 +39,7 @@ struct MainLoop {
     char* shared;                           // [STAGES, STAGE_BYTES]
     int steps;                              // chunks along K
     const u8* weight_from[WEIGHT_COPIES];   // pieces of the first step
+    bool has_first_weights = false;         // whether their copies have started
 
     // line(i) returns the first chunk of line i. Its result for i >= LINES is not used. Warp w multiplies lines 2 w and 2 w + 1.
     template <class Line>
@@ -50,15 +51,16 @@ struct MainLoop {
         }
     }
 
-    // Starts the copies of the first weights. Those do not depend on the predecessor kernel.
-    __device__ __forceinline__ void load_first_weights() const {
+    // Starts the copies of the first weights, which do not depend on the predecessor kernel. The first step then waits for all of them.
+    __device__ __forceinline__ void load_first_weights() {
+        has_first_weights = true;
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) {
             if (i < steps) load_weights(i);
         }
     }
 
-    // Adds the products along K to the accumulators of a warp. load_first_weights() comes before.
+    // Adds the products along K to the accumulators of a warp.
     //
     // row(i) returns the address of the copied_piece() of the first step in row first_copied_row() + i * ROW_STEP of the tile. Activations
     // beyond `rows` and `k` are zeros: their copies get the address `x` and read nothing.
@@ -76,7 +78,10 @@ struct MainLoop {
         };
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) {
-            if (i < steps) load_x(i);
+            if (i < steps) {
+                if (!has_first_weights) load_weights(i);
+                load_x(i);
+            }
             copy_async_commit();
         }
 

@@ -29,40 +29,57 @@ __device__ __forceinline__ Piece add_scaled(const Piece& r, const Piece& v, floa
     return sum;
 }
 
-// Piece i of a row after the addition. BATCH outputs are in flight before the first is used.
-template <int BATCH>
-__device__ __forceinline__ Piece sum(const Arguments& a, int row, int i) {
-    static_assert(WARP % BATCH == 0, "lanes have the places of whole batches");
-    int width = a.next.width, lane = lane_id(), at = row * a.per_token + lane;
-    int place = lane < a.per_token ? a.places[at] : 0;
-    float weight = lane < a.per_token ? a.weights[at] : 0;
-    float gate = a.shared && a.gate ? a.gate[(size_t)row * a.gate_stride] : 0;
-    Piece r(a.x + (size_t)row * width, i, width);
-#pragma unroll 1
-    for (int first = 0; first < a.per_token; first += BATCH) {
-        Piece v[BATCH];
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            int from = __shfl_sync(ALL_LANES, place, first + j);
-            v[j] = Piece(a.outputs + (size_t)from * width, i, first + j < a.per_token ? width : 0);
-        }
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) r = add_scaled(r, v[j], __shfl_sync(ALL_LANES, weight, first + j));
+// Piece i of a row. What the addition needs beside the outputs of experts is read first: it depends on no predecessor, because the products
+// before this kernel start after the routing and the shared expert have completed.
+class Sum {
+    const Arguments& a;
+    int i, width, place = 0;            // of choice `lane`
+    float weight = 0, of_shared = 1;
+    Piece r, shared;
+    Piece next_weight;                  // of the norm
+
+public:
+    __device__ __forceinline__ Sum(const Arguments& a, int row, int i) : a(a), i(i), width(a.next.width) {
+        int lane = lane_id(), at = row * a.per_token + lane;
+        if (lane < a.per_token) place = a.places[at], weight = a.weights[at];
+        float gate = a.shared && a.gate ? a.gate[(size_t)row * a.gate_stride] : 0;
+        if (a.next.weight) next_weight = Piece(a.next.weight, i, width);
+        r = Piece(a.x + (size_t)row * width, i, width);
+        if (a.shared) shared = Piece(a.shared + (size_t)row * width, i, width);
+        if (a.gate) of_shared = 1 / (1 + expf(-gate));
     }
-    if (!a.shared) return r;
-    return add_scaled(r, Piece(a.shared + (size_t)row * width, i, width), a.gate ? 1 / (1 + expf(-gate)) : 1);
-}
+    // Adds the outputs of experts, of which BATCH are in flight before the first is used, and that of the shared expert.
+    template <int BATCH>
+    __device__ __forceinline__ const Piece& add() {
+        static_assert(WARP % BATCH == 0, "lanes have the places of whole batches");
+#pragma unroll 1
+        for (int first = 0; first < a.per_token; first += BATCH) {
+            Piece v[BATCH];
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                int from = __shfl_sync(ALL_LANES, place, first + j);
+                v[j] = Piece(a.outputs + (size_t)from * width, i, first + j < a.per_token ? width : 0);
+            }
+#pragma unroll
+            for (int j = 0; j < BATCH; j++) r = add_scaled(r, v[j], __shfl_sync(ALL_LANES, weight, first + j));
+        }
+        if (a.shared) r = add_scaled(r, shared, of_shared);
+        return r;
+    }
+    // Stores the norm of the piece, by the sum of the row's squares.
+    __device__ __forceinline__ void store_norm(int row, float squares) const {
+        a.next.store_norm(row, i, r, rsqrtf(squares / width + a.next.eps), next_weight);
+    }
+};
 
 // Grid: (rows). As many threads as there are pieces of a row, in whole warps.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) experts_sum(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(16) char shared[];
     int row = blockIdx.x, i = threadIdx.x;
-    // Weights do not depend on the predecessor kernel.
-    Piece w;
-    if (a.next.weight) w = Piece(a.next.weight, i, a.next.width);
+    Sum sum(a, row, i);
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    Piece r = sum<2>(a, row, i);
+    const Piece& r = sum.add<2>();
     a.next.store_residual(a.x + (size_t)row * a.next.width, i, r);
     if (!a.next.weight) return;
     float* warp_sums = (float*)shared;      // [warps]
@@ -70,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) experts_sum(const __gr
     if (lane_id() == 0) warp_sums[threadIdx.x / WARP] = own;
     __syncthreads();
     for (int warp = 0; warp < (int)(blockDim.x / WARP); warp++) squares += warp_sums[warp];
-    a.next.store_norm(row, i, r, rsqrtf(squares / a.next.width + a.next.eps), w);
+    sum.store_norm(row, squares);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -78,11 +95,10 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) experts_sum(const __gr
 extern "C" __global__ void __launch_bounds__(PART_THREADS) experts_sum_cluster(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(16) char shared[];
     int row = blockIdx.x, i = blockIdx.z * blockDim.x + threadIdx.x, thread = threadIdx.x, warps = blockDim.x / WARP, parts = gridDim.z;
-    Piece w;
-    if (a.next.weight) w = Piece(a.next.weight, i, a.next.width);
+    Sum sum(a, row, i);
     wait_for_earlier_kernels();
     let_later_kernels_start();
-    Piece r = sum<8>(a, row, i);
+    const Piece& r = sum.add<8>();
     a.next.store_residual(a.x + (size_t)row * a.next.width, i, r);
     if (!a.next.weight) return;
     float* warp_sums = (float*)shared;      // [PART_WARPS]
@@ -98,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(PART_THREADS) experts_sum_cluster(c
     float squares = 0;
 #pragma unroll
     for (int part = 0; part < MAX_PARTS; part++) squares += (sums[part].x + sums[part].y) + (sums[part].z + sums[part].w);
-    a.next.store_norm(row, i, r, rsqrtf(squares / a.next.width + a.next.eps), w);
+    sum.store_norm(row, squares);
     // No block may end while another reads its memory.
     cluster_sync();
 }

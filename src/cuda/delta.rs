@@ -444,8 +444,8 @@ fn step_launch(grid: [usize; 3], columns: usize, layout: Layout) -> Planned<Step
         _ => of([Step::RowMajor128, Step::Fragments128]),
     };
     let warps = columns / WARP_COLUMNS;
-    // A sum of squares for each warp, q and k, the columns of v and of o, and two gates.
-    let floats = warps + 2 * STEP_KEY_DIM + 2 * columns + 2;
+    // A sum of squares for each warp of a cluster, q and k, the columns of v and of o, and two gates.
+    let floats = MOST_CLUSTER * warps + 2 * STEP_KEY_DIM + 2 * columns + 2;
     let launch = Launch {
         shared: (floats * 4).next_multiple_of(16) as u32,
         cluster: grid[2] as u32,

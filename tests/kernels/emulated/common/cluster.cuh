@@ -60,6 +60,10 @@ inline float4 load_cluster_16(u32 address, u32 block) {
     memcpy(&v, Cluster::current->memory((int)block) + address, sizeof v);
     return v;
 }
+inline void store_cluster(u32 to, u32 block, float x) {
+    if (to % 4) printf("4 bytes to a cluster's shared memory at %u\n", to), exit(1);
+    memcpy(Cluster::current->memory((int)block) + to, &x, sizeof x);
+}
 inline void send_to_cluster(u32 to, u32 block, float x, u32 barrier) {
     if (to % 4) printf("4 bytes to a cluster's shared memory at %u\n", to), exit(1);
     CountedBarrier& b = counted_at(barrier, (int)block);
