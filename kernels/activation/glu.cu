@@ -69,8 +69,8 @@ struct HeadGateArguments {
 
 // y *= sigmoid(gate). Grid: (ceil(width / THREADS), rows)
 extern "C" __global__ void __launch_bounds__(THREADS) gate_heads(const __grid_constant__ HeadGateArguments a) {
-    wait_for_earlier_kernels();
     let_later_kernels_start();
+    wait_for_earlier_kernels();
     int row = blockIdx.y, i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.width) return;
     size_t at = (size_t)row * a.width + i;

@@ -274,7 +274,10 @@ __device__ __forceinline__ void barrier(int id, int threads) {
 }
 
 // Programmatic dependent launch. Before the wait a kernel may neither read what its predecessor writes nor write what it reads. Kernels
-// before the predecessor have completed even then, since a kernel lets its successor start only after its own wait.
+// before the predecessor have completed even then, since a kernel lets its successor start only after its own wait, with two exceptions:
+// - RMSNorm and the gate of heads let it start before. Products follow them, which read nothing but weights before their wait.
+// - A product whose activations its predecessor does not make may run beside that kernel. It waits at its end, so that both have completed
+//   when it has; its successor reads nothing of either before its own wait.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

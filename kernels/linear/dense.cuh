@@ -1,10 +1,9 @@
-// Dense weights of any floating-point type, and int8 rows, as operands of kernels that accumulate in f32.
+// Dense weights of any floating-point type as operands of kernels that accumulate in f32, and the arguments of products with one row.
 #pragma once
 #include "common/ptx.cuh"
-#include "format/int8.cuh"
 #include "linear/matrices.cuh"
 
-enum Kind { F32, F16, BF16, INT8 };
+enum Kind { F32, F16, BF16 };
 
 struct Arguments {
     const u16* x;           // f16 [m, k]
@@ -16,6 +15,7 @@ struct Arguments {
     int m;
     int k;                  // a multiple of 16
     int out_stride;
+    int beside;             // of one row: whether the kernel runs beside its predecessor, which does not make x
 };
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
@@ -23,7 +23,7 @@ constexpr int WARPS = 8, THREADS = WARPS * WARP;
 // The bits of a weight that a lane loads at once.
 template <int KIND>
 struct Bits {
-    static constexpr int SIZE = KIND == F32 ? 4 : KIND == INT8 ? 1 : 2;     // bytes of a weight
+    static constexpr int SIZE = KIND == F32 ? 4 : 2;     // bytes of a weight
     uint4 piece[KIND == F32 ? 2 : 1];
 
     Bits() = default;
@@ -39,10 +39,10 @@ struct Bits {
     }
 };
 
-// The values of a weight that a lane loads at once, from element i on, which is a multiple of their number; int8 without the row's scale.
+// The values of a weight that a lane loads at once, from element i on, which is a multiple of their number.
 template <int KIND>
 struct Values {
-    static constexpr int COUNT = KIND == INT8 ? INT8_CODES : 8;
+    static constexpr int COUNT = 8;
     static constexpr int STEP = COUNT * WARP;   // elements of a row that a warp loads at once
     float v[COUNT];
 
@@ -57,12 +57,8 @@ struct Values {
             u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                if constexpr (KIND == INT8) {
-                    int8_codes(words[j], v + 4 * j);
-                } else {
-                    v[2 * j] = KIND == F16 ? f16_low(words[j]) : bf16_to_float((u16)words[j]);
-                    v[2 * j + 1] = KIND == F16 ? f16_high(words[j]) : bf16_to_float((u16)(words[j] >> 16));
-                }
+                v[2 * j] = KIND == F16 ? f16_low(words[j]) : bf16_to_float((u16)words[j]);
+                v[2 * j + 1] = KIND == F16 ? f16_high(words[j]) : bf16_to_float((u16)(words[j] >> 16));
             }
         }
     }

@@ -51,23 +51,18 @@ private:
     }
 };
 
-// The factor and the bias of a feature's output.
-struct Ending {
-    float scale, bias;
-
-    __device__ __forceinline__ Ending(const Arguments& a, int feature, bool has_scales) : scale(a.factor), bias(0) {
+// The bias of a feature's output.
+__device__ __forceinline__ float bias_of(const Arguments& a, int feature) {
+    float bias = 0;
 #pragma unroll
-        for (int i = 0; i < MATRICES; i++) {
-            const Matrix& matrix = a.matrices[i];
-            int own = matrix.rows;
-            if (feature >= 0 && feature < own) {
-                if (has_scales) scale *= matrix.scales[feature];
-                if (matrix.bias) bias = matrix.bias[feature];
-            }
-            feature -= own;
-        }
+    for (int i = 0; i < MATRICES; i++) {
+        const Matrix& matrix = a.matrices[i];
+        int own = matrix.rows;
+        if (feature >= 0 && feature < own && matrix.bias) bias = matrix.bias[feature];
+        feature -= own;
     }
-};
+    return bias;
+}
 
 // AHEAD pieces of each row of a unit are in flight.
 template <int KIND, int ROWS, int AHEAD>
@@ -82,7 +77,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     typename Stream<KIND, ROWS>::Piece pieces[AHEAD];
 #pragma unroll
     for (int u = 0; u < AHEAD; u++) stream.next(pieces[u]);
-    wait_for_earlier_kernels();
+    if (!a.beside) wait_for_earlier_kernels();
     let_later_kernels_start();
     for (int i = 8 * threadIdx.x; i < stream.steps * STEP; i += 8 * THREADS) {
         float4* to = x + (i / STEP * QUARTERS + i % COUNT / 4) * WARP + i % STEP / COUNT;
@@ -97,7 +92,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     // Lane r ends row r of a unit.
     auto feature = [&] { return unit * ROWS + lane; };
     auto ends = [&] { return lane < ROWS && feature() < features; };
-    Ending ending(a, ends() ? feature() : -1, KIND == INT8);
+    float bias = bias_of(a, ends() ? feature() : -1);
     while (unit < stream.units) {
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
@@ -122,11 +117,12 @@ __device__ __forceinline__ void run(const Arguments& a) {
                 if (lane == r) sum = all;
                 sums[r] = 0;
             }
-            if (ends()) store_product(a, feature(), sum * ending.scale + ending.bias);
+            if (ends()) store_product(a, feature(), sum * a.factor + bias);
             step = 0, unit += stride;
-            ending = Ending(a, ends() ? feature() : -1, KIND == INT8);
+            bias = bias_of(a, ends() ? feature() : -1);
         }
     }
+    if (a.beside) wait_for_earlier_kernels();
 }
 
 #define KERNEL(NAME, KIND, ROWS, AHEAD) \
@@ -138,4 +134,3 @@ __device__ __forceinline__ void run(const Arguments& a) {
 KERNELS(f32, F32, 4)
 KERNELS(f16, F16, 8)
 KERNELS(bf16, BF16, 8)
-KERNELS(int8, INT8, 8)

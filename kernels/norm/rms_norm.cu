@@ -48,8 +48,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     Piece v[THREAD_PIECES], w[THREAD_PIECES];
 #pragma unroll
     for (int j = 0; j < THREAD_PIECES; j++) w[j] = Piece(a.weight, threadIdx.x + j * THREADS, a.width);
-    wait_for_earlier_kernels();
     let_later_kernels_start();
+    wait_for_earlier_kernels();
     // In the order of linear/skinny/activations.cuh.
     float sums[THREAD_PIECES];
 #pragma unroll

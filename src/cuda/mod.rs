@@ -90,7 +90,7 @@ pub use recurrent::{
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
-pub use router::{RouterVectors, route};
+pub use router::{RouterVectors, route, router_logits};
 pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};

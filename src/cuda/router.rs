@@ -1,11 +1,8 @@
 //! Routes the rows of a mixture to their experts: the logits of the router, the choice, and the order of pairs of a row and an expert.
 
-use std::sync::Arc;
-
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::experts::ExpertScratch;
 use super::kernel::kernels;
-use super::linear::{Biased, Input, LinearScratch, Matrix, Output, linear};
 use super::routing::Routing;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -58,37 +55,30 @@ pub struct RouterVectors<'a> {
     pub factors: Option<&'a DeviceBuffer>,
 }
 
-/// Routes f16 rows `x` `[rows, hidden]` by a router `[experts, hidden]` and its bias, and cuts their expert pairs into tiles. Also multiplies
-/// `shared_gate` `[1, hidden]`, for [`sum_experts`](super::expert_sums::sum_experts). If a logit is not finite, `unfit`, a u32 a row, becomes 1 + `layer` unless it is set already.
-pub fn route(
-    gpu: &Arc<Gpu>,
+/// Where the product with a router goes, and the distance of its rows: logits of the experts, and that of the gate of the shared expert, by
+/// which [`sum_experts`](super::expert_sums::sum_experts) multiplies.
+pub fn router_logits<'a>(
     routing: &Routing,
-    router: Biased<'_>,
+    scratch: &'a ExpertScratch,
+) -> (&'a DeviceBuffer, usize) {
+    (&scratch.logits, routing.experts + 1)
+}
+
+/// Routes rows by the logits in [`router_logits`], and cuts their expert pairs into tiles. If a logit is not finite, `unfit`, a u32 a row,
+/// becomes 1 + `layer` unless it is set already.
+pub fn route(
+    gpu: &Gpu,
+    routing: &Routing,
     vectors: RouterVectors<'_>,
-    shared_gate: Option<&Matrix>,
-    x: &DeviceBuffer,
     rows: usize,
     scratch: &ExpertScratch,
-    linear_scratch: &LinearScratch,
     (unfit, layer): (&DeviceBuffer, usize),
 ) -> Result<()> {
     scratch.check(routing, rows)?;
     unfit.holds("rows that cannot be routed", &[rows, 4])?;
-    check_router(routing, router, vectors, shared_gate)?;
+    check_vectors(routing, vectors)?;
     let arguments = arguments(routing, vectors, rows, scratch, (unfit, layer))?;
     let is_few = rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS;
-    let shared_gate = shared_gate.map(|w| (w, None));
-    let matrices: Vec<Biased<'_>> = std::iter::once(router).chain(shared_gate).collect();
-    linear(
-        gpu,
-        Input::Plain(x, 1.0),
-        rows,
-        &matrices,
-        Output::F32,
-        &scratch.logits,
-        routing.experts + 1,
-        linear_scratch,
-    )?;
     let launch = |blocks: usize, threads: u32, kernel: Route| {
         let launch = Launch::new([blocks as u32, 1, 1], threads);
         // SAFETY: sizes were checked.
@@ -101,31 +91,14 @@ pub fn route(
     launch(routing.experts, 512, Route::Group)
 }
 
-/// Refuses a router and a gate that are not of the rule's experts, vectors of other sizes, and a correction without sigmoids or sigmoids without one.
-fn check_router(
-    routing: &Routing,
-    router: Biased<'_>,
-    vectors: RouterVectors<'_>,
-    shared_gate: Option<&Matrix>,
-) -> Result<()> {
-    let ((w, bias), experts) = (router, routing.experts);
-    if w.rows() != experts || shared_gate.is_some_and(|g| (g.rows(), g.cols()) != (1, w.cols())) {
-        bail!(
-            Internal,
-            "a router of {:?} and a gate of {:?} for {experts} experts",
-            (w.rows(), w.cols()),
-            shared_gate.map(|gate| (gate.rows(), gate.cols()))
-        );
-    }
-    if let Some(bias) = bias {
-        bias.holds("biases of a router", &[experts, 4])?;
-    }
+/// Refuses vectors of other sizes than the rule's, and a correction without sigmoids or sigmoids without one.
+fn check_vectors(routing: &Routing, vectors: RouterVectors<'_>) -> Result<()> {
     let RouterVectors {
         correction,
         factors,
     } = vectors;
     for vector in correction.iter().chain(&factors) {
-        vector.holds("numbers of experts", &[experts, 4])?;
+        vector.holds("numbers of experts", &[routing.experts, 4])?;
     }
     if correction.is_some() != routing.sigmoid.is_some() {
         bail!(Internal, "{routing:?} with the correction {correction:?}");

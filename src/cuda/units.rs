@@ -88,6 +88,7 @@ units! {
     LinearDense = "linear/dense.cu",
     LinearExperts = "linear/experts.cu",
     LinearInt8 = "linear/int8.cu",
+    LinearInt8Row = "linear/int8_row.cu",
     LinearPack = "linear/pack.cu",
     LinearRow = "linear/row.cu",
     LinearRowNorms = "linear/row_norms.cu",

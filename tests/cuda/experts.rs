@@ -5,8 +5,8 @@ use std::sync::Arc;
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
     self, Activation, BesideExperts, DeviceBuffer, ExpertMatrices, ExpertScratch, ExpertTable,
-    ExpertUnit, GatedUnit, Gpu, Hardware, Layout, LinearScratch, NextNorm, RouterVectors, Routing,
-    SharedExpert,
+    ExpertUnit, GatedUnit, Gpu, Hardware, Input, Layout, LinearScratch, NextNorm, Output,
+    RouterVectors, Routing, SharedExpert,
 };
 use NVFP4::tensor::SigmoidScoring;
 
@@ -193,22 +193,30 @@ impl<'a> Mixture<'a> {
         };
         let [bias, correction, factors] =
             [&self.router_bias, &self.correction, &self.factors].map(|v| upload(gpu, v));
+        let router_bias = (self.kind == Kind::GptOss).then_some(&bias);
+        let gate = self.has_gate.then_some((&self.gate.device, None));
+        let router = std::iter::once((&self.router.device, router_bias));
+        let (logits, stride) = cuda::router_logits(&self.routing, scratch);
+        cuda::linear(
+            gpu,
+            Input::Plain(x, 1.0),
+            rows,
+            &router.chain(gate).collect::<Vec<_>>(),
+            Output::F32,
+            logits,
+            stride,
+            &linear_scratch,
+        )
+        .unwrap();
         cuda::route(
             gpu,
             &self.routing,
-            (
-                &self.router.device,
-                (self.kind == Kind::GptOss).then_some(&bias),
-            ),
             RouterVectors {
                 correction: self.routing.sigmoid.map(|_| &correction),
                 factors: (self.kind == Kind::Gemma4).then_some(&factors),
             },
-            self.has_gate.then_some(&self.gate.device),
-            x,
             rows,
             scratch,
-            &linear_scratch,
             (unfit, 5),
         )
         .unwrap();

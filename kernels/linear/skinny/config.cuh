@@ -120,6 +120,7 @@ struct Arguments {
     int out_stride;
     float out_scale;            // GLU: of the result, which may be large
     int activation;             // GLU
+    int beside;                 // not IN_RANGES: whether the kernel runs beside its predecessor, which does not make x
     FusedNorm norm;             // ADD: of the result; otherwise: of x
     ResidualRow residual;       // RESIDUAL
     int ranges;                 // IN_RANGES: into which the chunks of K are divided

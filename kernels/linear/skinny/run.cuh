@@ -59,7 +59,8 @@ __device__ __forceinline__ void run(const Arguments& a) {
     adapters.prefetch_next(warp);
     adapters.prepare(warp);
     epilogue.find_first();
-    wait_for_earlier_kernels();
+    bool beside = !C::IN_RANGES && a.beside;
+    if (!beside) wait_for_earlier_kernels();
     if (!C::IS_LONG) let_later_kernels_start();
     epilogue.load_first();
     norm.load(activations, warp);
@@ -75,6 +76,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
     __syncthreads();
     if (C::IS_LONG && C::IN_RANGES) let_later_kernels_start();
     epilogue.run();
+    if (beside) wait_for_earlier_kernels();
 }
 
 #define KERNEL(NAME, ...)                                                                                             \

@@ -26,7 +26,11 @@ impl GemmPlan {
             }
             GemmKernels::Parts(_) => return None,
         };
-        Some(GemmPlan { kernels, ..*self })
+        Some(GemmPlan {
+            kernels,
+            beside: false,
+            ..*self
+        })
     }
 
     /// Whether it is a plan by [`GemmPlan::for_adapted_rows`].

@@ -49,6 +49,8 @@ pub struct GemmPlan {
     pub(super) output: Output,
     pub(super) form: InputForm,
     pub(super) kernels: GemmKernels,
+    /// Whether it runs beside the kernel before it, where its own kernel can.
+    pub(super) beside: bool,
 }
 
 /// The kernels of a GEMM.
@@ -175,7 +177,20 @@ impl GemmPlan {
             output,
             form,
             kernels: kernels()?,
+            beside: false,
         })
+    }
+
+    /// This GEMM beside the kernel before it, which does not make its input: the rows have to be complete when that kernel lets the next
+    /// one start. Kernels for few rows of NVFP4 weights and for single rows can run so, but those of deterministic plans for NVFP4 cannot;
+    /// others wait.
+    pub fn beside_predecessor(self) -> GemmPlan {
+        let beside = match &self.kernels {
+            GemmKernels::Skinny(plan) => !plan.is_deterministic(),
+            GemmKernels::Tiled(_) => false,
+            GemmKernels::Parts(_) => true,
+        };
+        GemmPlan { beside, ..self }
     }
 
     /// The skinny GEMM of all rows at once, if that is the plan.
@@ -338,6 +353,9 @@ impl GemmPlan {
 impl fmt::Display for GemmPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kernels {
+            GemmKernels::Skinny(plan) if self.beside => {
+                write!(f, "{plan}, beside the kernel before")
+            }
             GemmKernels::Skinny(plan) => write!(f, "{plan}"),
             GemmKernels::Tiled(tiling) => write!(f, "{tiling}"),
             GemmKernels::Parts(parts) => {

@@ -4,6 +4,7 @@ use super::hardware::Hardware;
 use super::limits::MATRICES;
 use super::matrix::{Biased, MatrixShape};
 use super::output::Output;
+use super::skinny::{beside_norm, least_shared};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
@@ -21,8 +22,10 @@ kernels! {
             F16RowPair = "linear_row_f16_pair",
             Bf16Row = "linear_row_bf16",
             Bf16RowPair = "linear_row_bf16_pair",
-            Int8Row = "linear_row_int8",
-            Int8RowPair = "linear_row_int8_pair",
+        }
+        LinearInt8Row {
+            Int8RowOf4 = "linear_int8_row_4",
+            Int8RowOf2 = "linear_int8_row_2",
         }
     }
 }
@@ -30,6 +33,10 @@ kernels! {
 const WARPS: usize = 8;
 /// CTAs of a multiprocessor, for a single row.
 const ROW_CTAS: usize = 2;
+/// Features of a tile, elements of K in a step and warps of a CTA, as in `kernels/linear/int8_row.cu`.
+const TILE_FEATURES: usize = 8;
+const TILE_STEP: usize = 256;
+const TILE_WARPS: usize = 16;
 
 /// A matrix of one launch with others.
 #[repr(C)]
@@ -67,6 +74,7 @@ pub(super) struct DenseArguments {
     m: i32,
     k: i32,
     out_stride: i32,
+    beside: i32,
 }
 
 impl DenseKernel {
@@ -80,7 +88,10 @@ impl DenseKernel {
         let first = matrices.first()?;
         // The kernels of floating-point rows add in the same order; that of int8 rows does not add as the tensor cores do.
         let is_alike = !hardware.deterministic || first.storage != WeightType::Int8;
-        let row = (m == 1 && is_alike).then(|| Self::row(hardware, first, features));
+        let row = (m == 1 && is_alike).then(|| match first.storage {
+            WeightType::Int8 => Self::int8_row(hardware, matrices),
+            _ => Self::row(hardware, first, features),
+        });
         row.flatten().or_else(|| {
             let grid = [features.div_ceil(WARPS) as u32, m.div_ceil(8) as u32, 1];
             let launch = Launch::new(grid, 256).of(DenseKernel::Rows);
@@ -88,7 +99,32 @@ impl DenseKernel {
         })
     }
 
-    /// The launch for one row, which has to fit shared memory.
+    /// The launch for a row times int8 rows, which has to fit shared memory. A multiprocessor has one CTA of it and one of the next kernel.
+    fn int8_row(hardware: &Hardware, matrices: &[MatrixShape]) -> Option<Planned<DenseKernel>> {
+        let tiles: usize = matrices
+            .iter()
+            .map(|w| w.rows.div_ceil(TILE_FEATURES))
+            .sum();
+        let ctas = tiles.min(beside_norm(hardware, 1, tiles));
+        let row = matrices[0].cols.next_multiple_of(TILE_STEP) * 2;
+        let sums = (tiles.div_ceil(ctas.max(1)) + TILE_WARPS) * TILE_FEATURES * 4;
+        let beside = least_shared(hardware, 1);
+        let of_stages = |stages: usize| {
+            let needed = TILE_WARPS * stages * TILE_FEATURES * TILE_STEP + row + sums;
+            needed.max(beside)
+        };
+        let (kernel, shared) = match of_stages(4) {
+            shared if shared + beside <= hardware.shared_limit => (DenseKernel::Int8RowOf4, shared),
+            _ => (DenseKernel::Int8RowOf2, of_stages(2)),
+        };
+        let launch = Launch {
+            shared: u32::try_from(shared).ok()?,
+            ..Launch::new([ctas as u32, 1, 1], 32 * TILE_WARPS as u32)
+        };
+        (shared <= hardware.shared_limit).then(|| launch.of(kernel))
+    }
+
+    /// The launch for one row times floating-point weights, which has to fit shared memory.
     fn row(
         hardware: &Hardware,
         matrix: &MatrixShape,
@@ -101,8 +137,7 @@ impl DenseKernel {
             WeightType::F32 => ([DenseKernel::F32Row, DenseKernel::F32RowPair], 256),
             WeightType::F16 => ([DenseKernel::F16Row, DenseKernel::F16RowPair], 256),
             WeightType::BF16 => ([DenseKernel::Bf16Row, DenseKernel::Bf16RowPair], 256),
-            WeightType::Int8 => ([DenseKernel::Int8Row, DenseKernel::Int8RowPair], 512),
-            WeightType::Nvfp4 => return None,
+            WeightType::Int8 | WeightType::Nvfp4 => return None,
         };
         let shared = matrix.cols.next_multiple_of(step) * 4;
         let of_cta = WARPS * (1 + usize::from(in_pairs));
@@ -115,17 +150,16 @@ impl DenseKernel {
 }
 
 /// `m` rows of f16 `x`, divided by `factor`, times up to [`MATRICES`] matrices of one type, whose output features follow each other;
-/// [`GemmPlan`](super::GemmPlan) checks sizes.
+/// [`GemmPlan`](super::GemmPlan) checks sizes, and says whether the kernel runs beside the one before.
 pub(super) fn dense(
     gpu: &Gpu,
-    planned: Planned<DenseKernel>,
+    (planned, beside): (Planned<DenseKernel>, bool),
     matrices: &[Biased<'_>],
     x: &DeviceBuffer,
     factor: f32,
     m: usize,
     output: Output,
-    out: u64,
-    stride: usize,
+    (out, stride): (u64, usize),
 ) -> Result<()> {
     let (w, _) = matrices[0];
     let arguments = DenseArguments {
@@ -144,6 +178,7 @@ pub(super) fn dense(
         m: int("rows", m)?,
         k: int("K", w.cols)?,
         out_stride: int("the stride of a product", stride)?,
+        beside: beside.into(),
     };
     // SAFETY: sizes were checked with the plan.
     unsafe { planned.run(gpu, &arguments) }

@@ -129,7 +129,15 @@ impl GemmPlan {
         out.holds("a product", &[elements, output.bytes()])?;
         match &self.kernels {
             GemmKernels::Skinny(plan) => skinny_gemm(
-                gpu, input, m, matrices, output, out, stride, plan, norm, adapters,
+                gpu,
+                input,
+                m,
+                matrices,
+                output,
+                (out, stride),
+                (plan, self.beside),
+                norm,
+                adapters,
             ),
             GemmKernels::Tiled(tiling) => {
                 let room = scratch.room();
@@ -140,9 +148,11 @@ impl GemmPlan {
                     bail!(Internal, "kernels of any type take row-major input");
                 };
                 let (mut at, mut matrices) = (out.address(), matrices);
-                for part in parts.iter().flatten() {
+                for (i, part) in parts.iter().flatten().enumerate() {
                     let (of_part, rest) = matrices.split_at(part.count);
-                    part.enqueue(gpu, x, factor, m, of_part, output, at, stride, scratch)?;
+                    // Parts share their input, so that none waits for the one before.
+                    let (to, beside) = ((at, stride), self.beside || i > 0);
+                    part.enqueue(gpu, x, factor, m, of_part, output, to, beside, scratch)?;
                     let features: usize = of_part.iter().map(|(w, _)| w.rows).sum();
                     at += (features * output.bytes()) as u64;
                     matrices = rest;
@@ -183,13 +193,14 @@ impl GemmPart {
         m: usize,
         matrices: &[Biased<'_>],
         output: Output,
-        out: u64,
-        stride: usize,
+        (out, stride): (u64, usize),
+        beside: bool,
         scratch: &LinearScratch,
     ) -> Result<()> {
         match (self.kernel, matrices) {
             (PartKernel::Dense(planned), _) => {
-                dense(gpu, planned, matrices, x, factor, m, output, out, stride)
+                let (to, planned) = ((out, stride), (planned, beside));
+                dense(gpu, planned, matrices, x, factor, m, output, to)
             }
             (PartKernel::Int8(planned), _) => {
                 int8::product(gpu, planned, matrices, x, factor, m, output, out, stride)

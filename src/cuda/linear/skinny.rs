@@ -179,6 +179,7 @@ pub(super) struct SkinnyArguments {
     out_stride: i32,
     out_scale: f32,
     activation: i32,
+    beside: i32,
     norm: NormArgument,
     residual: ResidualArgument,
     ranges: i32,
@@ -278,7 +279,13 @@ impl SkinnyPlan {
                 let shared = tile.rings(rows) + x + BARRIER_BYTES + received + accumulators;
                 (clusters, split_k, shared)
             };
-            let alone = plan(tiles.min(multiprocessors * waves), 1);
+            let most = match form {
+                InputForm::Plain(Layout::RowMajor) if output != Output::Add && waves == 1 => {
+                    beside_norm(hardware, rows, tiles)
+                }
+                _ => multiprocessors * waves,
+            };
+            let alone = plan(tiles.min(most), 1);
             let paired = plan(tiles.min((multiprocessors / 2).max(1)), 2);
             let steps_of =
                 |(clusters, split_k, _)| tiles.div_ceil(clusters) * steps.div_ceil(split_k);
@@ -384,6 +391,11 @@ impl SkinnyPlan {
         })
     }
 
+    /// Whether warps take whole ranges of K.
+    pub(super) fn is_deterministic(&self) -> bool {
+        self.ranges.is_some()
+    }
+
     /// The order of its sums: the kernel that has the same, and the parts into which it divides K.
     pub(super) fn sums(&self) -> (String, u32) {
         match self.ranges {
@@ -398,6 +410,18 @@ fn first_step(steps: usize, ranges: Option<usize>, rank: usize, split_k: usize) 
     match ranges {
         Some(ranges) => steps * (ranges * rank / split_k) / ranges,
         None => steps * rank / split_k,
+    }
+}
+
+/// The most CTAs with `tiles` of a GEMM of `rows` rows that a norm may precede. A multiprocessor with a CTA of the norm, one for each row, has
+/// no registers for one of the GEMM beside the kernel before both: that CTA would begin after the norm and end last. So the GEMM leaves those
+/// multiprocessors free, if no CTA has more tiles because of that.
+pub(super) fn beside_norm(hardware: &Hardware, rows: usize, tiles: usize) -> usize {
+    let all = hardware.multiprocessors;
+    let free = all.saturating_sub(rows).max(1);
+    match rows <= HALF_SM_ROWS && tiles.div_ceil(free) == tiles.div_ceil(all) {
+        true => free,
+        false => all,
     }
 }
 
@@ -422,7 +446,7 @@ impl fmt::Display for SkinnyPlan {
     }
 }
 
-/// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapters` are those of
+/// The skinny GEMM with a given plan, beside the kernel before it or after that. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapters` are those of
 /// the rows, if the plan's kernel applies them.
 pub(super) fn skinny_gemm(
     gpu: &Arc<Gpu>,
@@ -430,9 +454,8 @@ pub(super) fn skinny_gemm(
     m: usize,
     matrices: &[Biased<'_>],
     output: Output,
-    out: &DeviceBuffer,
-    stride: usize,
-    plan: &SkinnyPlan,
+    (out, stride): (&DeviceBuffer, usize),
+    (plan, beside): (&SkinnyPlan, bool),
     next: Option<&FusedNorm<'_>>,
     adapters: Option<&AdaptedRows<'_>>,
 ) -> Result<()> {
@@ -500,6 +523,7 @@ pub(super) fn skinny_gemm(
             out_stride: int("the stride of a product", stride)?,
             out_scale: glu.factor(),
             activation: glu.activation as i32,
+            beside: beside.into(),
             norm: norm.map_or(Ok(NormArgument::default()), |norm| norm.argument(m))?,
             residual,
             ranges: plan.ranges.unwrap_or(1) as i32,

@@ -30,6 +30,7 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
         Unit::LinearRow,
         Unit::LinearTf32,
         Unit::LinearInt8,
+        Unit::LinearInt8Row,
         Unit::LinearRows,
         Unit::LinearRowNorms,
         Unit::LinearPack,

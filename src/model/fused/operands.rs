@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape};
+use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape, RoutedShape};
 use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
@@ -11,7 +11,7 @@ use crate::cuda::{
     self, Biased, DeviceBuffer, DeviceSlice, ExpertMatrices, ExpertTable, Gpu, Matrix, Routing,
 };
 use crate::model::spec::{BlockSpec, QkNorm, Scoring};
-use crate::model::weights::{Block, DenseMlp, Mixer, Mlp, Projection};
+use crate::model::weights::{Block, DenseMlp, Experts, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
 
@@ -66,8 +66,16 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
     let of_all_rows = weights.mlp.of_all_rows().map(dense_shape).transpose()?;
     let mismatched = || err!(Internal, "a gated delta net in a block whose spec has none");
-    let mixture = spec.mlp.mixture();
-    let gated = mixture.is_some_and(|mixture| mixture.expert.gated);
+    let gated = spec.mlp.mixture().is_some_and(|spec| spec.expert.gated);
+    let routed = |experts: &Experts| -> Result<RoutedShape> {
+        let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
+        let gate = gate.map(|gate| Ok(of_linear(gate)?.shape()));
+        let router = shape(&experts.router);
+        Ok(RoutedShape {
+            router: std::iter::once(router).chain(gate).collect::<Result<_>>()?,
+            gated,
+        })
+    };
     Ok(BlockShape {
         norms: spec.norms,
         mixer: match &weights.mixer {
@@ -90,8 +98,14 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
             Mixer::None => MixerShape::None,
         },
         mlp: match (&weights.mlp, of_all_rows) {
-            (Mlp::Experts(_), shared) => MlpShape::Experts { gated, shared },
-            (Mlp::DenseAndExperts(_), Some(dense)) => MlpShape::DenseAndExperts { dense, gated },
+            (Mlp::Experts(experts), shared) => MlpShape::Experts {
+                routed: routed(experts)?,
+                shared,
+            },
+            (Mlp::DenseAndExperts(both), Some(dense)) => MlpShape::DenseAndExperts {
+                dense,
+                routed: routed(&both.experts)?,
+            },
             (Mlp::Dense(_), Some(mlp)) => MlpShape::Dense(mlp),
             (Mlp::None, None) => MlpShape::None,
             (Mlp::Dense(_) | Mlp::DenseAndExperts(_), None) | (Mlp::None, Some(_)) => {

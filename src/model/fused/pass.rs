@@ -19,7 +19,7 @@ use crate::cuda::{
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
 use crate::model::spec::{BlockSpec, DenseMlpSpec};
-use crate::model::weights::{Block, DenseAndExperts, DenseMlp, Mlp};
+use crate::model::weights::{Block, DenseAndExperts, DenseMlp, Experts, Mlp};
 use crate::ops::Array;
 
 /// Rows of a prefill chunk of one sequence.
@@ -215,6 +215,7 @@ impl<'a> FusedPass<'a> {
                 (self.overflow()?, index),
                 &memory.inner,
             ),
+            Kernel::Router { gemm } => self.router(index, gemm),
             Kernel::Route => self.route(index),
             Kernel::ExpertsGateUp { gated } => {
                 let (Mixture { routing, table }, scratch) = self.mixture(index)?;
@@ -301,6 +302,24 @@ impl<'a> FusedPass<'a> {
         })
     }
 
+    /// The weights of a block's router and shared expert.
+    fn experts(&self, index: usize) -> Result<&'a Experts> {
+        let experts = self.block(index)?.mlp.mixture();
+        experts.ok_or_else(|| err!(Internal, "block {index} has no router"))
+    }
+
+    fn router(&self, index: usize, gemm: &GemmPlan) -> Result<()> {
+        let experts = self.experts(index)?;
+        let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
+        let gate = gate.map(|gate| Ok((of_linear(gate)?, None)));
+        let router = std::iter::once(biased(&experts.router)).chain(gate);
+        let matrices: Vec<Biased<'_>> = router.collect::<Result<_>>()?;
+        let (mixture, scratch) = self.mixture(index)?;
+        let (out, stride) = cuda::router_logits(&mixture.routing, scratch);
+        let input = Input::Plain(&self.memory.input, 1.0);
+        self.linear(gemm, input, &matrices, Output::F32, out, stride)
+    }
+
     fn route(&self, index: usize) -> Result<()> {
         let memory = self.memory;
         let unroutable = match self.through {
@@ -308,10 +327,7 @@ impl<'a> FusedPass<'a> {
             Through::Drafter => &memory.drafter()?.faults,
         };
         let (mixture, scratch) = self.mixture(index)?;
-        let Some(experts) = self.block(index)?.mlp.mixture() else {
-            bail!(Internal, "block {index} has no router");
-        };
-        let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
+        let experts = self.experts(index)?;
         let on_gpu = |vector: Option<&'a Array>| vector.map(Array::on_gpu).transpose();
         let factors = experts.router_scales.as_ref().map(|[_, factors]| factors);
         let vectors = RouterVectors {
@@ -321,13 +337,9 @@ impl<'a> FusedPass<'a> {
         cuda::route(
             &self.lowered.gpu,
             &mixture.routing,
-            biased(&experts.router)?,
             vectors,
-            gate.map(of_linear).transpose()?,
-            &memory.input,
             self.rows,
             scratch,
-            &memory.linear,
             (unroutable, index),
         )
     }

@@ -7,7 +7,7 @@ pub(super) mod drafter;
 
 use std::ops::Range;
 
-use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape, ModelShape};
+use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape, ModelShape, RoutedShape};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::{self, GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
@@ -183,6 +183,8 @@ pub(super) enum Kernel {
     Up { input: Normed, gemm: GemmPlan },
     /// The squared ReLU of an MLP without a gate.
     Square,
+    /// Logits of each row's experts, and of the gate of the shared one, f32.
+    Router { gemm: GemmPlan },
     /// Routes each row to its experts, and sorts rows by expert.
     Route,
     /// Projections of the experts of each row, by gate and up or by up alone, with the activation.
@@ -511,7 +513,11 @@ impl Planner<'_> {
         }
         if let Some(gate) = gate {
             let gemm = self.gemm(&[gate], Output::F32, input.form())?;
+            let place = self.steps.len();
             self.push(block, Kernel::HeadGate { input, gemm });
+            if input.applied == Applied::Before {
+                self.beside_predecessor(place);
+            }
             self.adapt(block, AdaptedPart::HeadGate, layout);
         }
         let attended = match self.kind {
@@ -549,11 +555,21 @@ impl Planner<'_> {
                 let layout = self.activated(block, mlp, input)?;
                 self.end(block, Half::Mlp, mlp.down, layout)
             }
-            &MlpShape::Experts { gated, ref shared } => {
+            MlpShape::Experts { routed, shared } => {
+                let gated = routed.gated;
+                self.router(block, routed)?;
+                // Products of the shared expert need neither the router nor the choice.
+                let first = self.steps.len();
+                let activated = match shared {
+                    Some(mlp) => Some((mlp, self.activated(block, mlp, input)?)),
+                    None => None,
+                };
+                self.beside_predecessor(first);
                 self.push(block, Kernel::Route);
-                if let Some(mlp) = shared {
-                    let layout = self.activated(block, mlp, input)?;
+                if let Some((mlp, layout)) = activated {
+                    let first = self.steps.len();
                     self.project(block, Half::Mlp, mlp.down, layout, Then::Store)?;
+                    self.beside_predecessor(first);
                 }
                 self.push(block, Kernel::ExpertsGateUp { gated });
                 self.push(block, Kernel::ExpertsDown);
@@ -562,17 +578,18 @@ impl Planner<'_> {
                 self.push(block, Kernel::SumExperts { next });
                 Ok(())
             }
-            &MlpShape::DenseAndExperts { ref dense, gated } => {
+            MlpShape::DenseAndExperts { dense, routed } => {
+                let gated = routed.gated;
                 let layout = self.activated(block, dense, input)?;
                 self.project(block, Half::Mlp, dense.down, layout, Then::Store)?;
                 let layout = Layout::RowMajor;
-                for (norm, kernel) in [
-                    (Norm::Router(block), Kernel::Route),
-                    (Norm::Experts(block), Kernel::ExpertsGateUp { gated }),
-                ] {
-                    self.push(block, Kernel::Normalize { norm, layout });
-                    self.push(block, kernel);
-                }
+                let norm = Norm::Router(block);
+                self.push(block, Kernel::Normalize { norm, layout });
+                self.router(block, routed)?;
+                self.push(block, Kernel::Route);
+                let norm = Norm::Experts(block);
+                self.push(block, Kernel::Normalize { norm, layout });
+                self.push(block, Kernel::ExpertsGateUp { gated });
                 self.push(block, Kernel::ExpertsDown);
                 let part = Part::Half(Half::Mlp);
                 let next = self.normalized_next(self.next_norm(block, part));
@@ -581,6 +598,28 @@ impl Planner<'_> {
                 Ok(())
             }
             MlpShape::None => bail!(Internal, "block {block} has no MLP to plan"),
+        }
+    }
+
+    /// The logits of routed experts, of rows that a norm has made.
+    fn router(&mut self, block: usize, routed: &RoutedShape) -> Result<()> {
+        let form = InputForm::Plain(Layout::RowMajor);
+        let gemm = self.gemm(&routed.router, Output::F32, form)?;
+        self.push(block, Kernel::Router { gemm });
+        Ok(())
+    }
+
+    /// Lets the kernel at a place of the plan, if it is there and is a product, run beside the one before, which does not make its input.
+    fn beside_predecessor(&mut self, place: usize) {
+        let kernel = self.steps.get_mut(place).map(|step| &mut step.kernel);
+        if let Some(
+            Kernel::HeadGate { gemm, .. }
+            | Kernel::GateUp { gemm, .. }
+            | Kernel::Up { gemm, .. }
+            | Kernel::Project { gemm, .. },
+        ) = kernel
+        {
+            *gemm = gemm.beside_predecessor();
         }
     }
 

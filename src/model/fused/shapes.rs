@@ -20,7 +20,7 @@ pub(super) struct ModelShape {
 }
 
 impl ModelShape {
-    /// Its matrices, except those of routed experts.
+    /// Its matrices, except those of routed experts and routers.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &MatrixShape> {
         let blocks = self.blocks.iter();
         let blocks = blocks.flat_map(|b| b.matrices().chain(b.per_layer.iter().flatten()));
@@ -115,18 +115,27 @@ impl DenseShape {
     }
 }
 
+/// Routed experts.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct RoutedShape {
+    /// The router, and the gate of the shared expert if it has one.
+    pub(super) router: Vec<MatrixShape>,
+    /// Whether experts have gates.
+    pub(super) gated: bool,
+}
+
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum MlpShape {
     Dense(DenseShape),
-    /// Experts in NVFP4, with gates or without, and optionally a shared expert.
+    /// Experts in NVFP4, and optionally a shared expert.
     Experts {
-        gated: bool,
+        routed: RoutedShape,
         shared: Option<DenseShape>,
     },
     /// A dense MLP, and experts in NVFP4 beside it.
     DenseAndExperts {
         dense: DenseShape,
-        gated: bool,
+        routed: RoutedShape,
     },
     /// The block is a mixer alone.
     None,
@@ -144,7 +153,7 @@ impl MlpShape {
 }
 
 impl BlockShape {
-    /// The projections of its halves, except those of routed experts.
+    /// The projections of its halves, except those of routed experts and routers.
     pub(super) fn matrices(&self) -> impl Iterator<Item = &MatrixShape> {
         self.mixer.matrices().into_iter().chain(self.of_mlp())
     }

@@ -29,6 +29,8 @@ namespace dense {
 extern char shared[] asm("shared");
 #include "linear/row.cu"
 #undef KERNEL
+#include "linear/int8_row.cu"
+#undef KERNEL
 #undef KERNELS
 }
 namespace sum {
@@ -356,6 +358,8 @@ static void check_beside(int rows, int per_token, int hidden, bool fragment_majo
     }
 }
 
+constexpr int INT8 = dense::BF16 + 1;
+
 // Dense weights, as routers are, and int8 rows, as heads are, with one row of activations. The rows are divided among up to three matrices.
 static void check_dense(int m, int rows, int k, int kind, unsigned blocks = 1, bool pairs = false) {
     std::vector<uint4> x(ceil_div(m * k, 8)), w(rows * k / 4);
@@ -365,7 +369,7 @@ static void check_dense(int m, int rows, int k, int kind, unsigned blocks = 1, b
     for (int i = 0; i < m * k; i++) ((u16*)x.data())[i] = to_f16(uniform());
     for (int i = 0; i < rows * k; i++) {
         float v = uniform();
-        if (kind == dense::INT8) {
+        if (kind == INT8) {
             // Every code, -128 too.
             u8 code = i < 256 ? (u8)i : (u8)noise();
             ((u8*)w.data())[i] = code, v = (float)(double)(signed char)code * scales[i / k];
@@ -376,22 +380,25 @@ static void check_dense(int m, int rows, int k, int kind, unsigned blocks = 1, b
         values.push_back(v);
     }
     std::vector<float> out(m * (rows + 1), NAN);
-    dense::Arguments a = {(u16*)x.data(), {}, out.data(), 0.5f, kind, dense::STORE_F32, m, k, rows + 1};
-    int size = kind == dense::INT8 ? 1 : kind == dense::F32 ? 4 : 2, parts = min(rows, 3);
+    dense::Arguments a = {(u16*)x.data(), {}, out.data(), 0.5f, kind, dense::STORE_F32, m, k, rows + 1, 0};
+    int size = kind == INT8 ? 1 : kind == dense::F32 ? 4 : 2, parts = min(rows, 3);
     for (int i = 0; i < parts; i++) {
         int from = rows * i / parts, to = rows * (i + 1) / parts;
-        a.matrices[i] = {(u8*)w.data() + (size_t)from * k * size, kind == dense::INT8 ? &scales[from] : nullptr, &bias[from], (u64)(to - from)};
+        a.matrices[i] = {(u8*)w.data() + (size_t)from * k * size, kind == INT8 ? &scales[from] : nullptr, &bias[from], (u64)(to - from)};
     }
     using Kernel = void (*)(dense::Arguments);
-    const Kernel of_row[4][2] = {{dense::linear_row_f32, dense::linear_row_f32_pair},
+    const Kernel of_row[3][2] = {{dense::linear_row_f32, dense::linear_row_f32_pair},
                                  {dense::linear_row_f16, dense::linear_row_f16_pair},
-                                 {dense::linear_row_bf16, dense::linear_row_bf16_pair},
-                                 {dense::linear_row_int8, dense::linear_row_int8_pair}};
+                                 {dense::linear_row_bf16, dense::linear_row_bf16_pair}};
     if (m > 1) {
         launch(ceil_div(rows, dense::WARPS), ceil_div(m, dense::TOKENS), 1, dense::THREADS, [&] { dense::linear_dense(a); });
     } else {
         // Some warps have several units, and some none.
-        launch(blocks, 1, 1, dense::THREADS, [&] { of_row[kind][pairs](a); });
+        if (kind == INT8) {
+            launch(blocks, 1, 1, dense::BLOCK_THREADS, [&] { pairs ? dense::linear_int8_row_2(a) : dense::linear_int8_row_4(a); });
+        } else {
+            launch(blocks, 1, 1, dense::THREADS, [&] { of_row[kind][pairs](a); });
+        }
     }
     for (int i = 0; i < m * rows; i++) {
         double want = bias[i % rows], got = out[i / rows * (rows + 1) + i % rows];
@@ -430,12 +437,14 @@ int main() {
     for (bool pairs : {false, true}) {
         check_dense(1, 9, 272, dense::BF16, 1, pairs);
         check_dense(1, 53, 272, dense::F16, 2, pairs);
-        check_dense(1, 9, 1040, dense::INT8, 1, pairs);
-        check_dense(1, 40, 528, dense::INT8, 2, pairs);
-        check_dense(1, 17, 16, dense::INT8, 3, pairs);
-        check_dense(1, 2, 2560, dense::INT8, 1, pairs);
-        check_dense(1, 37, 4624, dense::INT8, 1, pairs);
         check_dense(1, 1, 2576, dense::F32, 1, pairs);
+        // Warps without steps, blocks of several tiles, K that ends anywhere in a step.
+        check_dense(1, 9, 1040, INT8, 1, pairs);
+        check_dense(1, 40, 528, INT8, 2, pairs);
+        check_dense(1, 17, 16, INT8, 3, pairs);
+        check_dense(1, 2, 2560, INT8, 1, pairs);
+        check_dense(1, 37, 4624, INT8, 1, pairs);
+        check_dense(1, 600, 80, INT8, 1, pairs);
     }
     puts("ok");
 }

@@ -164,7 +164,8 @@ impl fmt::Display for Kernel {
                 }
                 write!(f, ": {gemm}")
             }
-            Kernel::Route => f.write_str("router, top-k, rows by expert"),
+            Kernel::Router { gemm } => write!(f, "router (rows) -> f32: {gemm}"),
+            Kernel::Route => f.write_str("top-k, rows by expert"),
             Kernel::ExpertsGateUp { gated: true } => {
                 f.write_str("experts' gate, up, GLU (gathered rows) -> f16")
             }

@@ -164,7 +164,19 @@ fn model(s: &Sizes, storage: WeightType) -> ModelShape {
         mlp: match s.experts {
             None => MlpShape::Dense(mlp),
             Some(shared) => MlpShape::Experts {
-                gated: true,
+                routed: RoutedShape {
+                    // The gate of the shared expert is beside the router.
+                    router: [128]
+                        .iter()
+                        .chain([1].iter().filter(|_| shared))
+                        .map(|&rows| MatrixShape {
+                            storage: WeightType::F32,
+                            rows,
+                            cols: s.hidden,
+                        })
+                        .collect(),
+                    gated: true,
+                },
                 shared: shared.then_some(mlp),
             },
         },
@@ -279,6 +291,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         }
         Kernel::Activate | Kernel::Square => own(&[BlockOp::Activate]),
         Kernel::Up { .. } => own(&[BlockOp::GateUp]),
+        Kernel::Router { .. } => Vec::new(),
         Kernel::Route => own(&[BlockOp::Route]),
         Kernel::ExpertsGateUp { .. } | Kernel::ExpertsDown => Vec::new(),
         Kernel::SumExperts { next: norm } => {
@@ -416,7 +429,10 @@ fn nemotron() -> (ModelShape, Vec<BlockSpec>) {
         normed: false,
     };
     let experts = MlpShape::Experts {
-        gated: false,
+        routed: RoutedShape {
+            router: vec![of(WeightType::F32, 128, hidden)],
+            gated: false,
+        },
         shared: Some(mlp(3712)),
     };
     let halves = [
@@ -847,6 +863,7 @@ fn gemm(kernel: &Kernel) -> Option<&GemmPlan> {
         | Kernel::GateUp { gemm, .. }
         | Kernel::AdaptedGateUp { gemm, .. }
         | Kernel::Up { gemm, .. }
+        | Kernel::Router { gemm }
         | Kernel::Project { gemm, .. }
         | Kernel::PerLayerGate { gemm, .. }
         | Kernel::PerLayerProject { gemm }

@@ -1,7 +1,8 @@
 //! Models of Gemma 4 for plans.
 
 use super::super::{
-    Activation, BlockShape, DenseShape, MatrixShape, MixerShape, MlpShape, ModelShape, WeightType,
+    Activation, BlockShape, DenseShape, MatrixShape, MixerShape, MlpShape, ModelShape, RoutedShape,
+    WeightType,
 };
 use crate::model::spec::{
     AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues, MixerSpec,
@@ -165,7 +166,13 @@ impl Gemma4 {
             },
             mlp: match self.experts {
                 false => MlpShape::Dense(dense),
-                true => MlpShape::DenseAndExperts { dense, gated: true },
+                true => MlpShape::DenseAndExperts {
+                    dense,
+                    routed: RoutedShape {
+                        router: vec![bf16(128, self.hidden)],
+                        gated: true,
+                    },
+                },
             },
             per_layer: spec
                 .per_layer
