@@ -274,8 +274,10 @@ __device__ __forceinline__ void barrier(int id, int threads) {
 }
 
 // Programmatic dependent launch. Before the wait a kernel may neither read what its predecessor writes nor write what it reads. Kernels
-// before the predecessor have completed even then, since a kernel lets its successor start only after its own wait, with two exceptions:
+// before the predecessor have completed even then, since a kernel lets its successor start only after its own wait, with three exceptions:
 // - RMSNorm and the gate of heads let it start before. Products follow them, which read nothing but weights before their wait.
+// - The kernel of A factors (adapter/adapter.cu) does so too, and reads and writes before its wait: the product before it has waited for the
+//   kernels that make what it reads and for those that read what it writes.
 // - A product whose activations its predecessor does not make may run beside that kernel. It waits at its end, so that both have completed
 //   when it has; its successor reads nothing of either before its own wait.
 __device__ __forceinline__ void wait_for_earlier_kernels() {

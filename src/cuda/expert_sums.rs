@@ -32,7 +32,8 @@ kernels! {
 pub struct SharedExpert<'a> {
     /// f32 `[rows, hidden]`.
     pub made: &'a DeviceBuffer,
-    /// Whether it is multiplied by the sigmoid of the gate that [`route`](super::router::route) was given.
+    /// Whether it is multiplied by the sigmoid of the gate whose logit is beside those of the experts
+    /// ([`router_logits`](super::router::router_logits)).
     pub gated: bool,
 }
 
@@ -80,7 +81,8 @@ fn summing(gpu: &Gpu, rows: usize, pieces: usize) -> Planned<Sum> {
 }
 
 /// Adds the weighted outputs of the experts, and the output of the shared expert, to f32 rows `x` `[rows, hidden]`. Then normalizes the
-/// rows if a norm follows.
+/// rows if a norm follows. Follows [`experts_down`](super::experts::experts_down) directly: the kernel reads all other operands before that one has
+/// ended.
 pub fn sum_experts(
     gpu: &Gpu,
     routing: &Routing,

@@ -3,6 +3,7 @@
 use super::driver::{DeviceBuffer, Gpu, Launch, int};
 use super::experts::ExpertScratch;
 use super::kernel::kernels;
+use super::linear::Biased;
 use super::routing::Routing;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -56,12 +57,24 @@ pub struct RouterVectors<'a> {
 }
 
 /// Where the product with a router goes, and the distance of its rows: logits of the experts, and that of the gate of the shared expert, by
-/// which [`sum_experts`](super::expert_sums::sum_experts) multiplies.
+/// which [`sum_experts`](super::expert_sums::sum_experts) multiplies. The router is `[experts, hidden]`, and the gate after it, if there is
+/// one, `[1, hidden]`.
 pub fn router_logits<'a>(
     routing: &Routing,
+    matrices: &[Biased<'_>],
     scratch: &'a ExpertScratch,
-) -> (&'a DeviceBuffer, usize) {
-    (&scratch.logits, routing.experts + 1)
+) -> Result<(&'a DeviceBuffer, usize)> {
+    let rows: Vec<usize> = matrices.iter().map(|(w, _)| w.rows()).collect();
+    match rows[..] {
+        [experts] | [experts, 1] if experts == routing.experts => {
+            Ok((&scratch.logits, routing.experts + 1))
+        }
+        _ => bail!(
+            Internal,
+            "a router and its gate of {rows:?} rows for {} experts",
+            routing.experts
+        ),
+    }
 }
 
 /// Routes rows by the logits in [`router_logits`], and cuts their expert pairs into tiles. If a logit is not finite, `unfit`, a u32 a row,

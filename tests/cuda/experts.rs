@@ -196,12 +196,14 @@ impl<'a> Mixture<'a> {
         let router_bias = (self.kind == Kind::GptOss).then_some(&bias);
         let gate = self.has_gate.then_some((&self.gate.device, None));
         let router = std::iter::once((&self.router.device, router_bias));
-        let (logits, stride) = cuda::router_logits(&self.routing, scratch);
+        let matrices: Vec<_> = router.chain(gate).collect();
+        let (logits, stride) = cuda::router_logits(&self.routing, &matrices, scratch).unwrap();
+        let x_of_router = Input::Plain(x, 1.0);
         cuda::linear(
             gpu,
-            Input::Plain(x, 1.0),
+            x_of_router,
             rows,
-            &router.chain(gate).collect::<Vec<_>>(),
+            &matrices,
             Output::F32,
             logits,
             stride,

@@ -49,7 +49,7 @@ pub struct GemmPlan {
     pub(super) output: Output,
     pub(super) form: InputForm,
     pub(super) kernels: GemmKernels,
-    /// Whether it runs beside the kernel before it, where its own kernel can.
+    /// Whether it runs beside the kernel before it.
     pub(super) beside: bool,
 }
 
@@ -182,15 +182,24 @@ impl GemmPlan {
     }
 
     /// This GEMM beside the kernel before it, which does not make its input: the rows have to be complete when that kernel lets the next
-    /// one start. Kernels for few rows of NVFP4 weights and for single rows can run so, but those of deterministic plans for NVFP4 cannot;
-    /// others wait.
+    /// one start. Kernels for few row-major rows of NVFP4 weights and for single rows can run so, but those of deterministic plans for NVFP4
+    /// cannot; others wait.
     pub fn beside_predecessor(self) -> GemmPlan {
+        let is_plain = self.form == InputForm::Plain(Layout::RowMajor);
         let beside = match &self.kernels {
-            GemmKernels::Skinny(plan) => !plan.is_deterministic(),
+            GemmKernels::Skinny(plan) => is_plain && !plan.is_deterministic(),
             GemmKernels::Tiled(_) => false,
-            GemmKernels::Parts(_) => true,
+            GemmKernels::Parts(parts) => parts.iter().flatten().all(|part| match &part.kernel {
+                PartKernel::Dense(planned) => planned.kernel != DenseKernel::Rows,
+                PartKernel::Int8(_) | PartKernel::Tf32(_) | PartKernel::CuBlas => false,
+            }),
         };
         GemmPlan { beside, ..self }
+    }
+
+    /// Whether it is a plan by [`GemmPlan::beside_predecessor`] that runs so.
+    pub fn runs_beside(&self) -> bool {
+        self.beside
     }
 
     /// The skinny GEMM of all rows at once, if that is the plan.
@@ -353,11 +362,8 @@ impl GemmPlan {
 impl fmt::Display for GemmPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kernels {
-            GemmKernels::Skinny(plan) if self.beside => {
-                write!(f, "{plan}, beside the kernel before")
-            }
-            GemmKernels::Skinny(plan) => write!(f, "{plan}"),
-            GemmKernels::Tiled(tiling) => write!(f, "{tiling}"),
+            GemmKernels::Skinny(plan) => write!(f, "{plan}")?,
+            GemmKernels::Tiled(tiling) => write!(f, "{tiling}")?,
             GemmKernels::Parts(parts) => {
                 for (i, part) in parts.iter().flatten().enumerate() {
                     f.write_str(if i == 0 { "" } else { "; " })?;
@@ -368,8 +374,11 @@ impl fmt::Display for GemmPlan {
                         PartKernel::CuBlas => f.write_str("cuBLASLt")?,
                     }
                 }
-                Ok(())
             }
+        }
+        match self.beside {
+            true => f.write_str(", beside the kernel before"),
+            false => Ok(()),
         }
     }
 }

@@ -446,8 +446,8 @@ impl fmt::Display for SkinnyPlan {
     }
 }
 
-/// The skinny GEMM with a given plan, beside the kernel before it or after that. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapters` are those of
-/// the rows, if the plan's kernel applies them.
+/// The skinny GEMM with a given plan, which runs after the kernel before it, or beside that. `next` is the norm after the addition to `out`, if
+/// it is fused into this GEMM; `adapters` are those of the rows, if the plan's kernel applies them.
 pub(super) fn skinny_gemm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,

@@ -315,7 +315,7 @@ impl<'a> FusedPass<'a> {
         let router = std::iter::once(biased(&experts.router)).chain(gate);
         let matrices: Vec<Biased<'_>> = router.collect::<Result<_>>()?;
         let (mixture, scratch) = self.mixture(index)?;
-        let (out, stride) = cuda::router_logits(&mixture.routing, scratch);
+        let (out, stride) = cuda::router_logits(&mixture.routing, &matrices, scratch)?;
         let input = Input::Plain(&self.memory.input, 1.0);
         self.linear(gemm, input, &matrices, Output::F32, out, stride)
     }

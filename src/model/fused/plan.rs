@@ -515,7 +515,8 @@ impl Planner<'_> {
             let gemm = self.gemm(&[gate], Output::F32, input.form())?;
             let place = self.steps.len();
             self.push(block, Kernel::HeadGate { input, gemm });
-            if input.applied == Applied::Before {
+            // The kernels of its adapters write what those of the inputs' adapters, which may be the kernel before, read.
+            if input.applied == Applied::Before && !self.adapts.change(AdaptedPart::HeadGate) {
                 self.beside_predecessor(place);
             }
             self.adapt(block, AdaptedPart::HeadGate, layout);

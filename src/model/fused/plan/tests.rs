@@ -901,6 +901,50 @@ fn sums(step: &PlannedKernel) -> Vec<String> {
     norm.into_iter().chain([own]).collect()
 }
 
+/// The kernels around a product that runs beside its predecessor: that makes nothing that the product reads, and adapters' kernels, some of
+/// which write before they wait, are not near.
+#[test]
+fn products_run_beside_kernels_that_they_do_not_need() {
+    let mut found = 0;
+    for (name, (model, _), hardware) in models() {
+        for (kind, adapts) in [Rows::Step, Rows::Verification, Rows::Ragged]
+            .into_iter()
+            .flat_map(|kind| [Adapts::NOTHING, ALL_PARTS].map(|adapts| (kind, adapts)))
+        {
+            for rows in [1, 4, 8, 16] {
+                let steps = plan(&model, model.own_blocks(), rows, kind, adapts, hardware).unwrap();
+                for pair in steps.windows(2) {
+                    let Some(true) = gemm(&pair[1].kernel).map(GemmPlan::runs_beside) else {
+                        continue;
+                    };
+                    found += 1;
+                    let is_right = matches!(
+                        (&pair[0].kernel, &pair[1].kernel),
+                        (Kernel::Qkv { .. }, Kernel::HeadGate { .. })
+                            | (
+                                Kernel::Router { .. },
+                                Kernel::GateUp { .. } | Kernel::Up { .. }
+                            )
+                            | (
+                                Kernel::Route,
+                                Kernel::Project {
+                                    half: Half::Mlp,
+                                    ..
+                                }
+                            )
+                    );
+                    assert!(
+                        is_right,
+                        "{name}, {rows} rows, {adapts:?}: {} before {}",
+                        pair[0].kernel, pair[1].kernel
+                    );
+                }
+            }
+        }
+    }
+    assert!(found > 0);
+}
+
 /// Deterministic steps of few rows stream weights, and the first few normalize on load.
 #[test]
 fn deterministic_steps_of_few_rows_are_by_the_skinny_gemm() {
