@@ -202,7 +202,8 @@ __device__ __forceinline__ void multiply_row(const Arguments& a) {
     if (a.beside) wait_for_earlier_kernels();
 }
 
-// Of a multiprocessor: beside a block of another kernel on Hopper and later. Before, none starts early, and registers would spill.
+// Blocks of a multiprocessor. On Hopper and later there is room for one of another kernel, which may start early. Older devices start none
+// early, and registers of two blocks would spill there.
 constexpr int BLOCKS = __CUDA_ARCH__ >= 900 ? 2 : 1;
 #define KERNEL(STAGES) \
     extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS) linear_int8_row_##STAGES(const __grid_constant__ Arguments a) { multiply_row<STAGES>(a); }
