@@ -21,20 +21,6 @@ constexpr int ROWS_AT_ONCE = WARP / ROW_PIECES;     // that a warp copies with o
 // The position of a piece of a row in a stage: swizzled, so that two rows have no bank conflicts.
 __device__ __forceinline__ u32 piece_at(int row, int piece) { return row * STEP_K + (piece ^ (row % 2 * 4)) * 16; }
 
-// A matrix of the launch and the first feature of a tile in it.
-struct TilePlace {
-    int matrix = 0, feature, column = 0;    // of the output, that of the matrix's first feature
-
-    __device__ __forceinline__ TilePlace(const Arguments& a, int tile) {
-#pragma unroll
-        for (int i = 0; i < MATRICES - 1; i++) {
-            int rows = a.matrices[i].rows, tiles = ceil_div(rows, FEATURES);
-            if (matrix == i && tile >= tiles) tile -= tiles, column += rows, matrix++;
-        }
-        feature = tile * FEATURES;
-    }
-};
-
 // The shares of the warps in a block's line of steps.
 struct Shares {
     int steps, total;   // of a tile; of all tiles
@@ -93,15 +79,10 @@ public:
 private:
     __device__ __forceinline__ void find() {
         if (left == 0) return;
-        TilePlace place(a, tile);
-        int rows = 0, row = place.feature + lane_id() / ROW_PIECES;
-        const u8* weight = nullptr;
-#pragma unroll
-        for (int i = 0; i < MATRICES; i++) {
-            if (place.matrix == i) weight = (const u8*)a.matrices[i].weight, rows = a.matrices[i].rows;
-        }
-        k = step * STEP_K + lane_id() % ROW_PIECES * 16, below = rows - 1 - row;
-        from = weight + (size_t)row * a.k + k;
+        Place<FEATURES> place(a.matrices, tile);
+        int row = place.first_row + lane_id() / ROW_PIECES;
+        k = step * STEP_K + lane_id() % ROW_PIECES * 16, below = place.rows - 1 - row;
+        from = (const u8*)place.weight + (size_t)row * a.k + k;
     }
 };
 
@@ -114,15 +95,12 @@ struct Result {
     __device__ __forceinline__ Result(const Arguments& a, const Shares& shares, int first_tile, int output) {
         int tile = output / FEATURES, first = tile * shares.steps, warp = shares.owner(first);
         slot = (tile + warp) * FEATURES + output % FEATURES, parts = shares.owner(first + shares.steps - 1) - warp + 1;
-        TilePlace place(a, first_tile + tile);
-        int feature = place.feature + output % FEATURES;
-#pragma unroll
-        for (int i = 0; i < MATRICES; i++) {
-            const Matrix& matrix = a.matrices[i];
-            if (place.matrix != i || feature >= (int)matrix.rows) continue;
-            column = place.column + feature, scale = matrix.scales[feature] * a.factor;
-            if (matrix.bias) bias = matrix.bias[feature];
-        }
+        Place<FEATURES> place(a.matrices, first_tile + tile);
+        int feature = place.first_row + output % FEATURES;
+        if (feature >= place.rows) return;
+        const Matrix& matrix = a.matrices[place.matrix];
+        column = place.first_column + feature, scale = matrix.scales[feature] * a.factor;
+        if (matrix.bias) bias = matrix.bias[feature];
     }
 };
 

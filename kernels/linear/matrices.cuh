@@ -22,9 +22,8 @@ struct Place {
     int first_row;      // of the block, in the matrix
     int first_column;   // of the matrix, in the output
 
-    __device__ __forceinline__ explicit Place(const Matrix (&matrices)[MATRICES])
+    __device__ __forceinline__ explicit Place(const Matrix (&matrices)[MATRICES], int block = blockIdx.x)
         : weight(matrices[0].weight), matrix(0), rows(matrices[0].rows), first_column(0) {
-        int block = blockIdx.x;
 #pragma unroll
         for (int i = 1; i < MATRICES; i++) {
             int blocks = ceil_div(rows, BLOCK_ROWS);

@@ -26,11 +26,7 @@ impl GemmPlan {
             }
             GemmKernels::Parts(_) => return None,
         };
-        Some(GemmPlan {
-            kernels,
-            beside: false,
-            ..*self
-        })
+        Some(GemmPlan { kernels, ..*self })
     }
 
     /// Whether it is a plan by [`GemmPlan::for_adapted_rows`].

@@ -51,15 +51,7 @@ impl GemmPlan {
         self.check(input, &matrices, Output::Add)?;
         let (add, next) = (Output::Add, Some(norm));
         skinny_gemm(
-            gpu,
-            input,
-            self.m,
-            &matrices,
-            add,
-            (norm.x, width),
-            (plan, self.beside),
-            next,
-            None,
+            gpu, input, self.m, &matrices, add, norm.x, width, plan, next, None,
         )
     }
 }

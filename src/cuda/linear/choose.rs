@@ -12,7 +12,7 @@ use super::limits::{FUSED_BYTES, HALF_SM_ROWS, MATRICES, NVFP4_MATRICES, SKINNY_
 use super::matrix::{Biased, MatrixShape};
 use super::output::{Layout, Output};
 use super::residual::WIDTH;
-use super::skinny::SkinnyPlan;
+use super::skinny::{SkinnyPlan, beside_name};
 use super::tf32::Tf32Product;
 use super::tiled::Tiling;
 use super::tiles::TileKernel;
@@ -49,8 +49,6 @@ pub struct GemmPlan {
     pub(super) output: Output,
     pub(super) form: InputForm,
     pub(super) kernels: GemmKernels,
-    /// Whether it runs beside the kernel before it.
-    pub(super) beside: bool,
 }
 
 /// The kernels of a GEMM.
@@ -70,6 +68,15 @@ pub(super) struct GemmPart {
     /// Number of matrices.
     pub(super) count: usize,
     pub(super) kernel: PartKernel,
+    /// Whether it runs beside the kernel before it, which does not make its input. One after another part does where its kernel can.
+    pub(super) beside: bool,
+}
+
+impl GemmPart {
+    /// Whether the part's kernel can run beside the one before: those of a single row can.
+    fn can_run_beside(&self) -> bool {
+        matches!(self.kernel, PartKernel::Dense(planned) if planned.kernel != DenseKernel::Rows)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,7 +184,6 @@ impl GemmPlan {
             output,
             form,
             kernels: kernels()?,
-            beside: false,
         })
     }
 
@@ -186,20 +192,26 @@ impl GemmPlan {
     /// cannot; others wait.
     pub fn beside_predecessor(self) -> GemmPlan {
         let is_plain = self.form == InputForm::Plain(Layout::RowMajor);
-        let beside = match &self.kernels {
-            GemmKernels::Skinny(plan) => is_plain && !plan.is_deterministic(),
-            GemmKernels::Tiled(_) => false,
-            GemmKernels::Parts(parts) => parts.iter().flatten().all(|part| match &part.kernel {
-                PartKernel::Dense(planned) => planned.kernel != DenseKernel::Rows,
-                PartKernel::Int8(_) | PartKernel::Tf32(_) | PartKernel::CuBlas => false,
-            }),
-        };
-        GemmPlan { beside, ..self }
+        let mut plan = self;
+        match &mut plan.kernels {
+            GemmKernels::Skinny(skinny) => skinny.beside = is_plain && !skinny.is_deterministic(),
+            GemmKernels::Tiled(_) => {}
+            GemmKernels::Parts(parts) => {
+                if let Some(first) = &mut parts[0] {
+                    first.beside = first.can_run_beside();
+                }
+            }
+        }
+        plan
     }
 
     /// Whether it is a plan by [`GemmPlan::beside_predecessor`] that runs so.
     pub fn runs_beside(&self) -> bool {
-        self.beside
+        match &self.kernels {
+            GemmKernels::Skinny(plan) => plan.beside,
+            GemmKernels::Tiled(_) => false,
+            GemmKernels::Parts(parts) => parts[0].is_some_and(|first| first.beside),
+        }
     }
 
     /// The skinny GEMM of all rows at once, if that is the plan.
@@ -316,7 +328,8 @@ fn parts(
     };
     let of_one_type = |a: &MatrixShape, b: &MatrixShape| a.storage == b.storage && !by_cublas(a);
     let mut parts = [None; MATRICES];
-    for (slot, matrices) in parts.iter_mut().zip(matrices.chunk_by(of_one_type)) {
+    let of_types = matrices.chunk_by(of_one_type);
+    for (i, (slot, matrices)) in parts.iter_mut().zip(of_types).enumerate() {
         let kernel = match matrices[0].storage {
             _ if by_cublas(&matrices[0]) => PartKernel::CuBlas,
             WeightType::Nvfp4 => return None,
@@ -331,10 +344,14 @@ fn parts(
                 None => return None,
             },
         };
-        *slot = Some(GemmPart {
+        let mut part = GemmPart {
             count: matrices.len(),
             kernel,
-        });
+            beside: false,
+        };
+        // Parts share their input, so that none needs the one before.
+        part.beside = i > 0 && part.can_run_beside();
+        *slot = Some(part);
     }
     Some(parts)
 }
@@ -362,8 +379,8 @@ impl GemmPlan {
 impl fmt::Display for GemmPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.kernels {
-            GemmKernels::Skinny(plan) => write!(f, "{plan}")?,
-            GemmKernels::Tiled(tiling) => write!(f, "{tiling}")?,
+            GemmKernels::Skinny(plan) => write!(f, "{plan}"),
+            GemmKernels::Tiled(tiling) => write!(f, "{tiling}"),
             GemmKernels::Parts(parts) => {
                 for (i, part) in parts.iter().flatten().enumerate() {
                     f.write_str(if i == 0 { "" } else { "; " })?;
@@ -373,12 +390,10 @@ impl fmt::Display for GemmPlan {
                         PartKernel::Tf32(planned) => write!(f, "{planned}")?,
                         PartKernel::CuBlas => f.write_str("cuBLASLt")?,
                     }
+                    f.write_str(beside_name(part.beside))?;
                 }
+                Ok(())
             }
-        }
-        match self.beside {
-            true => f.write_str(", beside the kernel before"),
-            false => Ok(()),
         }
     }
 }

@@ -159,7 +159,8 @@ pub(super) fn dense(
     factor: f32,
     m: usize,
     output: Output,
-    (out, stride): (u64, usize),
+    out: u64,
+    stride: usize,
 ) -> Result<()> {
     let (w, _) = matrices[0];
     let arguments = DenseArguments {

@@ -129,15 +129,7 @@ impl GemmPlan {
         out.holds("a product", &[elements, output.bytes()])?;
         match &self.kernels {
             GemmKernels::Skinny(plan) => skinny_gemm(
-                gpu,
-                input,
-                m,
-                matrices,
-                output,
-                (out, stride),
-                (plan, self.beside),
-                norm,
-                adapters,
+                gpu, input, m, matrices, output, out, stride, plan, norm, adapters,
             ),
             GemmKernels::Tiled(tiling) => {
                 let room = scratch.room();
@@ -148,11 +140,9 @@ impl GemmPlan {
                     bail!(Internal, "kernels of any type take row-major input");
                 };
                 let (mut at, mut matrices) = (out.address(), matrices);
-                for (i, part) in parts.iter().flatten().enumerate() {
+                for part in parts.iter().flatten() {
                     let (of_part, rest) = matrices.split_at(part.count);
-                    // Parts share their input, so that none waits for the one before.
-                    let (to, beside) = ((at, stride), self.beside || i > 0);
-                    part.enqueue(gpu, x, factor, m, of_part, output, to, beside, scratch)?;
+                    part.enqueue(gpu, x, factor, m, of_part, output, at, stride, scratch)?;
                     let features: usize = of_part.iter().map(|(w, _)| w.rows).sum();
                     at += (features * output.bytes()) as u64;
                     matrices = rest;
@@ -162,7 +152,7 @@ impl GemmPlan {
         }
     }
 
-    /// Refuses operands that were not planned, and an input that is too small.
+    /// Refuses operands that were not planned, and biases and an input that are too small.
     pub(super) fn check(
         &self,
         input: Input<'_>,
@@ -179,6 +169,11 @@ impl GemmPlan {
                 matrices.len()
             );
         }
+        for (w, bias) in matrices {
+            if let Some(bias) = bias {
+                bias.holds("a bias", &[w.rows, 4])?;
+            }
+        }
         input.holds(self.m, matrices[0].0.cols)
     }
 }
@@ -193,14 +188,14 @@ impl GemmPart {
         m: usize,
         matrices: &[Biased<'_>],
         output: Output,
-        (out, stride): (u64, usize),
-        beside: bool,
+        out: u64,
+        stride: usize,
         scratch: &LinearScratch,
     ) -> Result<()> {
         match (self.kernel, matrices) {
             (PartKernel::Dense(planned), _) => {
-                let (to, planned) = ((out, stride), (planned, beside));
-                dense(gpu, planned, matrices, x, factor, m, output, to)
+                let planned = (planned, self.beside);
+                dense(gpu, planned, matrices, x, factor, m, output, out, stride)
             }
             (PartKernel::Int8(planned), _) => {
                 int8::product(gpu, planned, matrices, x, factor, m, output, out, stride)

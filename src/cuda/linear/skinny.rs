@@ -225,6 +225,8 @@ pub struct SkinnyPlan {
     pub shared: usize,
     /// The ranges of K of a deterministic plan, each of them a warp's, which follow each other in a sum.
     ranges: Option<usize>,
+    /// Whether it runs beside the kernel before it, which does not make its input.
+    pub(super) beside: bool,
     /// For kernels that apply the adapters of their rows.
     pub(super) adapted: Option<AdaptedSkinny>,
     /// The launch for that many rows.
@@ -312,6 +314,7 @@ impl SkinnyPlan {
                     rows,
                     shared,
                     ranges: None,
+                    beside: false,
                     adapted: None,
                     launch: launch(rows)?,
                     last: match m % rows {
@@ -385,6 +388,7 @@ impl SkinnyPlan {
             rows: m,
             shared,
             ranges: Some(ranges),
+            beside: false,
             adapted: None,
             launch: launch.of(kernel),
             last: None,
@@ -433,29 +437,39 @@ pub(super) fn least_shared(hardware: &Hardware, rows: usize) -> usize {
     hardware.shared_limit / if rows <= 4 { 3 } else { 2 } + 1024
 }
 
+/// How plans are written down that run beside the kernel before, after the kernel's own.
+pub(super) fn beside_name(beside: bool) -> &'static str {
+    if beside {
+        ", beside the kernel before"
+    } else {
+        ""
+    }
+}
+
 impl fmt::Display for SkinnyPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.launch)?;
         if let Some(adapted) = &self.adapted {
             write!(f, ", {adapted}")?;
         }
-        match &self.last {
-            Some(last) => write!(f, ", {} rows each, {last}", self.rows),
-            None => Ok(()),
+        if let Some(last) = &self.last {
+            write!(f, ", {} rows each, {last}", self.rows)?;
         }
+        f.write_str(beside_name(self.beside))
     }
 }
 
-/// The skinny GEMM with a given plan, which runs after the kernel before it, or beside that. `next` is the norm after the addition to `out`, if
-/// it is fused into this GEMM; `adapters` are those of the rows, if the plan's kernel applies them.
+/// The skinny GEMM with a given plan. `next` is the norm after the addition to `out`, if it is fused into this GEMM; `adapters` are those of
+/// the rows, if the plan's kernel applies them.
 pub(super) fn skinny_gemm(
     gpu: &Arc<Gpu>,
     input: Input<'_>,
     m: usize,
     matrices: &[Biased<'_>],
     output: Output,
-    (out, stride): (&DeviceBuffer, usize),
-    (plan, beside): (&SkinnyPlan, bool),
+    out: &DeviceBuffer,
+    stride: usize,
+    plan: &SkinnyPlan,
     next: Option<&FusedNorm<'_>>,
     adapters: Option<&AdaptedRows<'_>>,
 ) -> Result<()> {
@@ -523,7 +537,7 @@ pub(super) fn skinny_gemm(
             out_stride: int("the stride of a product", stride)?,
             out_scale: glu.factor(),
             activation: glu.activation as i32,
-            beside: beside.into(),
+            beside: plan.beside.into(),
             norm: norm.map_or(Ok(NormArgument::default()), |norm| norm.argument(m))?,
             residual,
             ranges: plan.ranges.unwrap_or(1) as i32,

@@ -91,6 +91,7 @@ impl SkinnyPlan {
         let mut plan = *self;
         plan.shared = shared;
         plan.launch = launch.of(kernel);
+        plan.beside = false;
         plan.adapted = Some(AdaptedSkinny {
             division,
             parts,
