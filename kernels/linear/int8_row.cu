@@ -1,25 +1,21 @@
-// One row of activations times int8 rows, on tensor cores: y[n] = sum over k of x[k] w[n, k]. Bound by reading the weights once.
+// One to four rows of activations times int8 rows, on tensor cores: y[m, n] = sum over k of x[m, k] w[n, k]. Bound by reading the weights
+// once.
 //
 // A tile is FEATURES output features of a matrix. Blocks take consecutive tiles. A block lines up the steps along K of its tiles, tile after
 // tile, and cuts that line into equal shares for its warps, whose sums for a tile are added up in the order of the warps. A warp streams its
-// share through a ring of its own in shared memory, in pieces of 16 bytes: 256 bytes of a row at a time, because memory is slower to read
-// in shorter parts.
+// share through a ring of its own.
 //
 // The weights are the A operand of the matrix instruction. Its rows 0 to 7 are 64 elements of K of the tile's features, rows 8 to 15 the 64
-// elements after them; in B, even columns are the activations of the former, odd columns those of the latter. The order of K is free as long
-// as both operands share it: a lane takes 16 neighbours of each.
-#include "format/int8.cuh"
+// elements after them; in B, even columns are the activations of the former, odd columns those of the latter, two columns for each row of
+// activations. The order of K is free as long as both operands share it: a lane takes 16 neighbours of each.
 #include "linear/dense.cuh"
+#include "linear/int8_ring.cuh"
 
 constexpr int BLOCK_WARPS = 16, BLOCK_THREADS = BLOCK_WARPS * WARP;
 constexpr int FEATURES = 8;
 constexpr int SIDE_K = 64, TURN_K = 2 * SIDE_K;     // of rows 0 to 7 of A; of four matrix instructions
-constexpr int STEP_K = 2 * TURN_K, ROW_PIECES = STEP_K / 16;
-constexpr int STAGE_BYTES = FEATURES * STEP_K;      // of a warp's ring
-constexpr int ROWS_AT_ONCE = WARP / ROW_PIECES;     // that a warp copies with one instruction
-
-// The position of a piece of a row in a stage: swizzled, so that two rows have no bank conflicts.
-__device__ __forceinline__ u32 piece_at(int row, int piece) { return row * STEP_K + (piece ^ (row % 2 * 4)) * 16; }
+using Ring = Int8Ring<FEATURES>;
+static_assert(STEP_K == 2 * TURN_K, "a step is two turns");
 
 // The shares of the warps in a block's line of steps.
 struct Shares {
@@ -38,27 +34,20 @@ struct Shares {
 template <int STAGES>
 class Weights {
     const Arguments& a;
+    Ring ring;
     int steps, tile, step, left;    // the next step to request; how many are left
     const u8* from = nullptr;       // where the first piece of it is that the lane copies
     int k = 0, below = 0;           // the first element of that piece; how many rows of the matrix are below its row
-    u32 to, own;                    // in stage 0: where the lane copies that piece, and its first codes
 
 public:
     __device__ __forceinline__ Weights(const Arguments& a, int steps, int tile, int step, int count, u32 ring)
-        : a(a), steps(steps), tile(tile), step(step), left(count), to(ring + piece_at(lane_id() / ROW_PIECES, lane_id() % ROW_PIECES)),
-          own(ring + piece_at(lane_id() / 4, lane_id() % 4)) {
+        : a(a), ring(ring), steps(steps), tile(tile), step(step), left(count) {
         find();
     }
     // Requests the next step for a stage, or nothing after the last one. Each stage is requested in turn, when no lane uses it any more.
     __device__ __forceinline__ void request(int stage) {
         if (left > 0) {
-            int bytes = k < a.k ? 16 : 0;
-#pragma unroll
-            for (int row = 0; row < FEATURES; row += ROWS_AT_ONCE) {
-                // Beyond the last feature the last one is read, and nothing is stored.
-                const u8* piece = bytes ? from + (long long)min(row, below) * a.k : from;
-                copy_async_16(to + stage * STAGE_BYTES + row * STEP_K, piece, bytes);
-            }
+            ring.request(stage, from, below, a.k, k < a.k);
             from += STEP_K, k += STEP_K, left--;
             if (++step == steps) step = 0, tile++, find();
         }
@@ -71,33 +60,35 @@ public:
     }
     // The lane's 16 codes for each side of a turn of the step in a stage.
     __device__ __forceinline__ void take(int stage, int turn, uint4 (&codes)[2]) const {
-        // The swizzle changes the side alone.
-        u32 at = own + stage * STAGE_BYTES + turn * TURN_K, odd = lane_id() / 4 % 2;
-        codes[0] = load_shared_16(at), codes[1] = load_shared_16(at + (odd ? -SIDE_K : SIDE_K));
+#pragma unroll
+        for (int side = 0; side < 2; side++) codes[side] = ring.take(stage, 2 * turn + side);
     }
 
 private:
     __device__ __forceinline__ void find() {
         if (left == 0) return;
-        Place<FEATURES> place(a.matrices, tile);
-        int row = place.first_row + lane_id() / ROW_PIECES;
-        k = step * STEP_K + lane_id() % ROW_PIECES * 16, below = place.rows - 1 - row;
+        Place place(a.matrices, tile, FEATURES);
+        int row = place.first_row + Ring::first_row();
+        k = step * STEP_K + Ring::first_k(), below = place.rows - 1 - row;
         from = (const u8*)place.weight + (size_t)row * a.k + k;
     }
 };
 
-// An output of the block, which a thread adds up and stores.
+// An output of the block, which a thread adds up and stores: of ROWS rows of activations for each feature.
+template <int ROWS>
 struct Result {
     int slot, parts;        // of the first sum, and how many
-    int column = -1;        // of the output; none beyond the last feature
+    int row, column = -1;   // of the output; no column beyond the last row or feature
     float scale = 0, bias = 0;
 
     __device__ __forceinline__ Result(const Arguments& a, const Shares& shares, int first_tile, int output) {
-        int tile = output / FEATURES, first = tile * shares.steps, warp = shares.owner(first);
-        slot = (tile + warp) * FEATURES + output % FEATURES, parts = shares.owner(first + shares.steps - 1) - warp + 1;
-        Place<FEATURES> place(a.matrices, first_tile + tile);
-        int feature = place.first_row + output % FEATURES;
-        if (feature >= place.rows) return;
+        constexpr int TILE_OUTPUTS = FEATURES * ROWS;
+        int tile = output / TILE_OUTPUTS, in_tile = output % TILE_OUTPUTS, first = tile * shares.steps, warp = shares.owner(first);
+        slot = (tile + warp) * TILE_OUTPUTS + in_tile, parts = shares.owner(first + shares.steps - 1) - warp + 1;
+        Place place(a.matrices, first_tile + tile, FEATURES);
+        int feature = place.first_row + in_tile / ROWS;
+        row = in_tile % ROWS;
+        if (row >= a.m || feature >= place.rows) return;
         const Matrix& matrix = a.matrices[place.matrix];
         column = place.first_column + feature, scale = matrix.scales[feature] * a.factor;
         if (matrix.bias) bias = matrix.bias[feature];
@@ -117,38 +108,41 @@ __device__ __forceinline__ void multiply(const uint4 (&codes)[2], u32 x, float (
     }
 }
 
-// Grid: any number of blocks, at most one for each tile. Shared memory: rings of STAGES stages; f16 [turns][two][side][quarter][8] activations, of which
-// a lane takes both pieces of a quarter; f32 [tiles of a block + BLOCK_WARPS][FEATURES] sums.
-template <int STAGES>
-__device__ __forceinline__ void multiply_row(const Arguments& a) {
-    constexpr int RING_BYTES = BLOCK_WARPS * STAGES * STAGE_BYTES;
+// Grid: any number of blocks, at most one for each tile. Shared memory: rings of STAGES stages; f16 [rows][turns][two][side][quarter][8]
+// activations, of which a lane takes both pieces of a quarter; f32 [tiles of a block + BLOCK_WARPS][FEATURES][ROWS] sums.
+template <int ROWS, int STAGES>
+__device__ __forceinline__ void multiply_rows(const Arguments& a) {
+    constexpr int RING_BYTES = STAGES * Ring::STAGE_BYTES;
     extern __shared__ __align__(128) char shared[];
     int thread = threadIdx.x, lane = lane_id(), warp = __shfl_sync(ALL_LANES, thread / WARP, 0);
-    int all_tiles = 0, steps = ceil_div(a.k, STEP_K);
+    int all_tiles = 0, steps = ceil_div(a.k, STEP_K), row_pieces = steps * STEP_K / 8, rows = ROWS == 1 ? 1 : a.m;
 #pragma unroll
     for (int i = 0; i < MATRICES; i++) all_tiles += ceil_div((int)a.matrices[i].rows, FEATURES);
     int each = all_tiles / gridDim.x, larger = all_tiles % gridDim.x, block = blockIdx.x;
     int first_tile = block * each + min(block, larger), tiles = each + (block < larger);
     Shares shares = {steps, tiles * steps};
     int begin = shares.begin(warp), left = shares.begin(warp + 1) - begin, tile = begin / steps, step = begin % steps;
-    Weights<STAGES> weights(a, steps, first_tile + tile, step, left, shared_address(shared) + warp * (STAGES * STAGE_BYTES));
+    Weights<STAGES> weights(a, steps, first_tile + tile, step, left, shared_address(shared) + warp * RING_BYTES);
     // Weights depend on no kernel.
 #pragma unroll
     for (int i = 0; i < STAGES; i++) weights.request(i);
-    u32 x = shared_address(shared) + RING_BYTES;
-    float* sums = (float*)(shared + RING_BYTES + steps * STEP_K * 2);
-    Result result(a, shares, first_tile, min(thread, tiles * FEATURES - 1));
+    u32 x = shared_address(shared) + BLOCK_WARPS * RING_BYTES;
+    float* sums = (float*)(shared + BLOCK_WARPS * RING_BYTES + rows * row_pieces * 16);
+    int outputs = tiles * FEATURES * ROWS;
+    Result<ROWS> result(a, shares, first_tile, min(thread, outputs - 1));
 
     if (!a.beside) wait_for_earlier_kernels();
     let_later_kernels_start();
-    for (int i = thread; i < steps * STEP_K / 8; i += BLOCK_THREADS) {
-        uint4 piece = 8 * i < a.k ? load_global_16(a.x + 8 * i) : make_uint4(0, 0, 0, 0);
-        store_shared_16(x + (i / 16 * 16 + i % 2 * 8 + i % 16 / 2) * 16, piece);
+    for (int row = 0; row < rows; row++) {
+        for (int i = thread; i < row_pieces; i += BLOCK_THREADS) {
+            uint4 piece = 8 * i < a.k ? load_global_16(a.x + (size_t)row * a.k + 8 * i) : make_uint4(0, 0, 0, 0);
+            store_shared_16(x + (row * row_pieces + i / 16 * 16 + i % 2 * 8 + i % 16 / 2) * 16, piece);
+        }
     }
     __syncthreads();
 
-    // The columns of B are those of lanes' groups.
-    u32 own_x = x + lane / 4 % 2 * SIDE_K + lane % 4 * 16;
+    // The columns of B are those of lanes' groups. Without as many rows, the last one is there again.
+    u32 own_x = x + min(lane / 8, rows - 1) * row_pieces * 16 + lane / 4 % 2 * SIDE_K + lane % 4 * 16;
     int stage = 0;
     do {
         float c[4] = {};
@@ -165,26 +159,31 @@ __device__ __forceinline__ void multiply_row(const Arguments& a) {
             multiply(codes[0], from, c), multiply(codes[1], from + 2 * TURN_K, c);
             from += STEP_K * 2;
         }
-        // A warp without steps stores zeros.
-        if (lane % 4 == 0) sums[(tile + warp) * FEATURES + lane / 4] = c[0] + c[3];
+        // A warp without steps stores zeros. The two columns of C that a lane has are those of one row.
+        if (lane % 4 < ROWS) sums[((tile + warp) * FEATURES + lane / 4) * ROWS + lane % 4] = c[0] + c[3];
         left -= now, step = 0, tile++;
     } while (left > 0);
     __syncthreads();
 
-    for (int output = thread; output < tiles * FEATURES; output += BLOCK_THREADS) {
-        if (output != thread) result = Result(a, shares, first_tile, output);
+    for (int output = thread; output < outputs; output += BLOCK_THREADS) {
+        if (output != thread) result = Result<ROWS>(a, shares, first_tile, output);
         float sum = 0;
-        for (int i = 0; i < result.parts; i++) sum += sums[result.slot + i * FEATURES];
-        if (result.column >= 0) store_product(a, result.column, sum * result.scale + result.bias);
+        for (int i = 0; i < result.parts; i++) sum += sums[result.slot + i * (FEATURES * ROWS)];
+        if (result.column >= 0) store_product(a, (size_t)result.row * a.out_stride + result.column, sum * result.scale + result.bias);
     }
     if (a.beside) wait_for_earlier_kernels();
 }
 
-// Blocks of a multiprocessor. On Hopper and later there is room for one of another kernel, which may start early. Older devices start none
-// early, and registers of two blocks would spill there.
-constexpr int BLOCKS = __CUDA_ARCH__ >= 900 ? 2 : 1;
-#define KERNEL(STAGES) \
-    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS) linear_int8_row_##STAGES(const __grid_constant__ Arguments a) { multiply_row<STAGES>(a); }
-// The first where there is memory for it beside a block of another kernel.
-KERNEL(4)
-KERNEL(2)
+// Blocks of a multiprocessor: one beside a block of another kernel where shared memory has room for both and kernels start early. Elsewhere
+// registers would spill.
+constexpr int BLOCKS = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200 ? 2 : 1;
+#define KERNEL(ROWS, STAGES)                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, BLOCKS) linear_int8_row_##ROWS##_##STAGES(const __grid_constant__ Arguments a) { \
+        multiply_rows<ROWS, STAGES>(a);                                                                                                          \
+    }
+// The one with most stages for which there is memory beside a block of another kernel.
+KERNEL(1, 4)
+KERNEL(1, 2)
+KERNEL(4, 4)
+KERNEL(4, 3)
+KERNEL(4, 2)

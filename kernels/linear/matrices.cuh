@@ -14,52 +14,51 @@ struct Matrix {
     u64 rows;
 };
 
-// The rows of a block, of which a matrix has BLOCK_ROWS each.
-template <int BLOCK_ROWS>
+// The rows of one of the blocks of `each` rows into which every matrix is divided; those of the matrices follow each other.
 struct Place {
     const void* weight; // of the matrix
     int matrix, rows;   // the matrix, and its rows
     int first_row;      // of the block, in the matrix
     int first_column;   // of the matrix, in the output
 
-    __device__ __forceinline__ explicit Place(const Matrix (&matrices)[MATRICES], int block = blockIdx.x)
+    __device__ __forceinline__ Place(const Matrix (&matrices)[MATRICES], int block, int each)
         : weight(matrices[0].weight), matrix(0), rows(matrices[0].rows), first_column(0) {
 #pragma unroll
         for (int i = 1; i < MATRICES; i++) {
-            int blocks = ceil_div(rows, BLOCK_ROWS);
+            int blocks = ceil_div(rows, each);
             if (block < blocks) continue;
             block -= blocks, first_column += rows;
             weight = matrices[i].weight, rows = matrices[i].rows, matrix = i;
         }
-        first_row = block * BLOCK_ROWS;
+        first_row = block * each;
     }
 };
 
 #if __CUDA_ARCH__ >= 900
-// Each block of the cluster adds up the sums of all for its share of them, [warp][group][lane], and calls store(warp, group, sum). The
-// sums take the place of what asynchronous copies have written to shared memory.
-template <int WARPS, int GROUPS, class Store>
-__device__ __forceinline__ void sum_over_cluster(const float (&sums)[GROUPS][4], char* shared, int split, int split_k, Store store) {
-    constexpr int PARTS = WARPS * GROUPS;
-    int warp = threadIdx.x / WARP, lane = lane_id();
+// Each block of the cluster adds up the sums of all for its share of them, [warp][group][lane], and calls store(warp, group, sum). The first
+// `warps` have sums, and all add. The sums take the place of what asynchronous copies have written to shared memory.
+template <int GROUPS, class Store>
+__device__ __forceinline__ void sum_over_cluster(const float (&sums)[GROUPS][4], char* shared, int warps, int split, int split_k, Store store) {
+    int warp = threadIdx.x / WARP, lane = lane_id(), parts = warps * GROUPS;
     copy_async_wait<0>();
     __syncthreads();
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
+        if (warp >= warps) break;
         const float* c = sums[group];
         ((float4*)shared)[(warp * GROUPS + group) * WARP + lane] = make_float4(c[0], c[1], c[2], c[3]);
     }
     cluster_sync();
-    for (int i = PARTS * split / split_k + warp; i < PARTS * (split + 1) / split_k; i += WARPS) {
-        float4 parts[MAX_SPLIT_K];
+    for (int i = parts * split / split_k + warp; i < parts * (split + 1) / split_k; i += blockDim.x / WARP) {
+        float4 of_blocks[MAX_SPLIT_K];
 #pragma unroll
         for (int s = 0; s < MAX_SPLIT_K; s++) {
-            parts[s] = make_float4(0, 0, 0, 0);
-            if (s < split_k) parts[s] = load_cluster_16(shared_address(shared) + (i * WARP + lane) * 16, s);
+            of_blocks[s] = make_float4(0, 0, 0, 0);
+            if (s < split_k) of_blocks[s] = load_cluster_16(shared_address(shared) + (i * WARP + lane) * 16, s);
         }
         float c[4] = {};
 #pragma unroll
-        for (int s = 0; s < MAX_SPLIT_K; s++) c[0] += parts[s].x, c[1] += parts[s].y, c[2] += parts[s].z, c[3] += parts[s].w;
+        for (int s = 0; s < MAX_SPLIT_K; s++) c[0] += of_blocks[s].x, c[1] += of_blocks[s].y, c[2] += of_blocks[s].z, c[3] += of_blocks[s].w;
         store(i / GROUPS, i % GROUPS, c);
     }
     // No block may end while another reads its memory.

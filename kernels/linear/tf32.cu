@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tf32_product(con
     extern __shared__ __align__(16) char shared[];
     int lane = lane_id(), g = lane / 4, t = lane % 4, warp = threadIdx.x / WARP, split_index = blockIdx.z;
     int warp_row = warp % ROW_WARPS * 16, warp_token = warp / ROW_WARPS * 8 * GROUPS;
-    Place<BLOCK_ROWS> place(a.matrices);
+    Place place(a.matrices, blockIdx.x, BLOCK_ROWS);
     int first_token = blockIdx.y * BLOCK_TOKENS;
     int all_steps = ceil_div(a.k, DEPTH), begin = all_steps * split_index / a.split_k, end = all_steps * (split_index + 1) / a.split_k;
     u32 base = shared_address(shared);
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tf32_product(con
         }
     };
 #if __CUDA_ARCH__ >= 900
-    if (a.split_k > 1) return sum_over_cluster<WARPS>(sums, shared, split_index, a.split_k, store);
+    if (a.split_k > 1) return sum_over_cluster(sums, shared, WARPS, split_index, a.split_k, store);
 #endif
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) store(warp, group, sums[group]);

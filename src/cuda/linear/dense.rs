@@ -1,4 +1,4 @@
-//! The plain kernels for GEMMs with dense weights, and for one row with int8 rows.
+//! The plain kernels for GEMMs with dense weights, and for up to four rows with int8 rows.
 
 use super::hardware::Hardware;
 use super::limits::MATRICES;
@@ -24,8 +24,11 @@ kernels! {
             Bf16RowPair = "linear_row_bf16_pair",
         }
         LinearInt8Row {
-            Int8RowOf4 = "linear_int8_row_4",
-            Int8RowOf2 = "linear_int8_row_2",
+            Int8Row4Stages = "linear_int8_row_1_4",
+            Int8Row2Stages = "linear_int8_row_1_2",
+            Int8Rows4Stages = "linear_int8_row_4_4",
+            Int8Rows3Stages = "linear_int8_row_4_3",
+            Int8Rows2Stages = "linear_int8_row_4_2",
         }
     }
 }
@@ -33,6 +36,8 @@ kernels! {
 const WARPS: usize = 8;
 /// CTAs of a multiprocessor, for a single row.
 const ROW_CTAS: usize = 2;
+/// Most rows that the kernel of int8 rows takes at once.
+const INT8_ROWS: usize = 4;
 /// Features of a tile, elements of K in a step and warps of a CTA, as in `kernels/linear/int8_row.cu`.
 const TILE_FEATURES: usize = 8;
 const TILE_STEP: usize = 256;
@@ -88,35 +93,50 @@ impl DenseKernel {
         let first = matrices.first()?;
         // The kernels of floating-point rows add in the same order; that of int8 rows does not add as the tensor cores do.
         let is_alike = !hardware.deterministic || first.storage != WeightType::Int8;
-        let row = (m == 1 && is_alike).then(|| match first.storage {
-            WeightType::Int8 => Self::int8_row(hardware, matrices),
-            _ => Self::row(hardware, first, features),
-        });
-        row.flatten().or_else(|| {
+        let few = match (first.storage, m) {
+            (WeightType::Int8, 1..=INT8_ROWS) if is_alike => Self::int8_rows(hardware, matrices, m),
+            (WeightType::F32 | WeightType::F16 | WeightType::BF16, 1) => {
+                Self::row(hardware, first, features)
+            }
+            _ => None,
+        };
+        few.or_else(|| {
             let grid = [features.div_ceil(WARPS) as u32, m.div_ceil(8) as u32, 1];
             let launch = Launch::new(grid, 256).of(DenseKernel::Rows);
             (first.storage != WeightType::Int8).then_some(launch)
         })
     }
 
-    /// The launch for a row times int8 rows, which has to fit shared memory. A multiprocessor has one CTA of it and one of the next kernel.
-    fn int8_row(hardware: &Hardware, matrices: &[MatrixShape]) -> Option<Planned<DenseKernel>> {
-        let tiles: usize = matrices
-            .iter()
-            .map(|w| w.rows.div_ceil(TILE_FEATURES))
-            .sum();
-        let ctas = tiles.min(beside_norm(hardware, 1, tiles));
-        let row = matrices[0].cols.next_multiple_of(TILE_STEP) * 2;
-        let sums = (tiles.div_ceil(ctas.max(1)) + TILE_WARPS) * TILE_FEATURES * 4;
+    /// The launch for up to [`INT8_ROWS`] rows times int8 rows, which have to fit shared memory: with as many stages as leave room for a CTA
+    /// of another kernel on the multiprocessor, if any do.
+    fn int8_rows(
+        hardware: &Hardware,
+        matrices: &[MatrixShape],
+        m: usize,
+    ) -> Option<Planned<DenseKernel>> {
+        use DenseKernel::*;
+        let counts = matrices.iter().map(|w| w.rows.div_ceil(TILE_FEATURES));
+        let tiles: usize = counts.sum();
+        let ctas = tiles.min(beside_norm(hardware, m, tiles));
+        let held = if m == 1 { 1 } else { INT8_ROWS };
+        let x = m * matrices[0].cols.next_multiple_of(TILE_STEP) * 2;
+        let sums = (tiles.div_ceil(ctas.max(1)) + TILE_WARPS) * TILE_FEATURES * held * 4;
         let beside = least_shared(hardware, 1);
-        let of_stages = |stages: usize| {
-            let needed = TILE_WARPS * stages * TILE_FEATURES * TILE_STEP + row + sums;
-            needed.max(beside)
+        let kernels: &[(usize, DenseKernel)] = match m {
+            1 => &[(4, Int8Row4Stages), (2, Int8Row2Stages)],
+            _ => &[
+                (4, Int8Rows4Stages),
+                (3, Int8Rows3Stages),
+                (2, Int8Rows2Stages),
+            ],
         };
-        let (kernel, shared) = match of_stages(4) {
-            shared if shared + beside <= hardware.shared_limit => (DenseKernel::Int8RowOf4, shared),
-            _ => (DenseKernel::Int8RowOf2, of_stages(2)),
+        let with_shared = |&(stages, kernel): &(usize, DenseKernel)| {
+            let ring = TILE_WARPS * stages * TILE_FEATURES * TILE_STEP;
+            ((ring + x + sums).max(beside), kernel)
         };
+        let mut all = kernels.iter().map(with_shared);
+        let fits = |&(shared, _): &(usize, DenseKernel)| shared + beside <= hardware.shared_limit;
+        let (shared, kernel) = all.clone().find(fits).or_else(|| all.next_back())?;
         let launch = Launch {
             shared: u32::try_from(shared).ok()?,
             ..Launch::new([ctas as u32, 1, 1], 32 * TILE_WARPS as u32)

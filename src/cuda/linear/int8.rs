@@ -9,6 +9,7 @@ use super::output::Output;
 use crate::base::Result;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use crate::cuda::kernel::kernels;
+use std::ops::RangeInclusive;
 
 kernels! {
     /// The GEMM, by the rows of activations of a CTA.
@@ -36,17 +37,18 @@ const THREADS: u32 = 256;
 /// Most rows of the own kernel, which reads the weight once for each 64 rows. From some 300 rows on, an f16 copy for cuBLASLt moves fewer
 /// bytes.
 pub(super) const PRODUCT_ROWS: usize = 256;
-/// Weight rows of a CTA, elements of K in a step, and bytes of shared memory per row of activations and besides, as in the kernel.
-const BLOCK_ROWS: usize = 128;
-const DEPTH: usize = 64;
-const STAGED: usize = 4 * (2 * DEPTH + 16);
-const PLACE: usize = 24;
+/// Weight rows of a warp that multiplies, and how many of those a CTA may have.
+const WARP_ROWS: usize = 16;
+const CTA_WARPS: RangeInclusive<usize> = 4..=7;
+/// Elements of K in a step, and steps in a warp's ring, as in the kernel.
+const STEP: usize = 256;
+const STAGES: usize = 3;
+/// Shared memory for a row of activations: four turns of 64 elements and 16 bytes.
+const STAGED: usize = 4 * (2 * 64 + 16);
+/// Most rows of activations of a CTA.
+const MOST_TOKENS: usize = 64;
 /// Most CTAs that share K.
 const MOST_SPLIT_K: usize = 8;
-/// CTAs of a multiprocessor, which together have enough loads under way.
-const BLOCKS: usize = 2;
-/// Least steps of a CTA: those whose codes it loads at once.
-const LEAST_STEPS: usize = 4;
 /// Codes per thread of the conversion.
 const CODES: usize = 16;
 
@@ -79,7 +81,8 @@ struct ScaleArguments {
 }
 
 impl Int8Product {
-    /// The launch for `m` rows. Its grid has CTAs along features, along rows, and along K.
+    /// The launch for `m` rows: of the sizes of a CTA and the divisions of K, the one with the least to read for the multiprocessor that reads
+    /// most, of those that leave room for another CTA there, such as one of the next kernel, if any do.
     pub(super) fn planned(
         hardware: &Hardware,
         matrices: &[MatrixShape],
@@ -89,27 +92,46 @@ impl Int8Product {
             ..=8 => (Int8Product::Rows8, 8),
             9..=16 => (Int8Product::Rows16, 16),
             17..=32 => (Int8Product::Rows32, 32),
-            _ => (Int8Product::Rows64, 64),
+            _ => (Int8Product::Rows64, MOST_TOKENS),
         };
-        let features: usize = matrices.iter().map(|w| w.rows.div_ceil(BLOCK_ROWS)).sum();
-        let rows = m.div_ceil(tokens);
-        let split_k = match hardware.has_clusters() {
-            true => {
-                let at_once = BLOCKS * hardware.multiprocessors;
-                let most = matrices[0].cols.div_ceil(DEPTH) / LEAST_STEPS;
-                let tiles = if hardware.deterministic {
-                    features
-                } else {
-                    features * rows
-                };
-                (at_once / tiles).clamp(1, most.clamp(1, MOST_SPLIT_K))
-            }
+        let (rows, steps) = (m.div_ceil(tokens), matrices[0].cols.div_ceil(STEP));
+        let most_split_k = match hardware.has_clusters() {
+            true => steps.clamp(1, MOST_SPLIT_K),
             false => 1,
         };
+        let shared_for =
+            |tokens: usize, warps: usize| tokens * STAGED + warps * STAGES * WARP_ROWS * STEP;
+        // Deterministic plans divide K alike for any number of rows.
+        let (of_tokens, of_rows) = match hardware.deterministic {
+            true => (MOST_TOKENS, 1),
+            false => (tokens, rows),
+        };
+        let tiles = |warps: usize| -> usize {
+            let each = |w: &MatrixShape| w.rows.div_ceil(warps * WARP_ROWS);
+            matrices.iter().map(each).sum()
+        };
+        // A warp reads its rows of weights, and the CTA its activations, which come from the L2 cache twice as fast. The exchange of sums takes
+        // as long as some rows of a step.
+        let cost = |&(warps, split_k): &(usize, usize)| {
+            let ctas = tiles(warps) * of_rows * split_k;
+            let exchange = if split_k > 1 { 2 * WARP_ROWS } else { 0 };
+            let step = warps * WARP_ROWS + of_tokens;
+            ctas.div_ceil(hardware.multiprocessors) * (steps.div_ceil(split_k) * step + exchange)
+        };
+        let best = |room: usize| {
+            let fit = CTA_WARPS.filter(|&warps| shared_for(of_tokens, warps) <= room);
+            let sizes =
+                fit.flat_map(|warps| (1..=most_split_k).map(move |split_k| (warps, split_k)));
+            sizes.min_by_key(cost)
+        };
+        let (warps, split_k) = best(hardware.shared_limit / 2)
+            .or_else(|| best(hardware.shared_limit))
+            .unwrap_or((*CTA_WARPS.start(), 1));
+        let grid = [tiles(warps) as u32, rows as u32, split_k as u32];
         let launch = Launch {
-            shared: (tokens * STAGED + PLACE) as u32,
+            shared: shared_for(tokens, warps) as u32,
             cluster: split_k as u32,
-            ..Launch::new([features as u32, rows as u32, split_k as u32], THREADS)
+            ..Launch::new(grid, 32 * (warps as u32 + 1))
         };
         launch.of(kernel)
     }
@@ -194,4 +216,42 @@ pub(super) unsafe fn scale_products(
     let planned = Launch::new(grid, THREADS).of(ScaleProducts::Rows);
     // SAFETY: the caller's promise.
     unsafe { planned.run(gpu, &arguments) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::hardware::WideClusters;
+    use super::*;
+    use crate::tensor::WeightType;
+
+    #[test]
+    fn deterministic_plans_divide_k_alike_for_any_number_of_rows() {
+        for (multiprocessors, shared_limit) in [(132, 227 << 10), (48, 99 << 10)] {
+            let hardware = Hardware {
+                arch: (9, 0),
+                multiprocessors,
+                shared_limit,
+                cublas: true,
+                deterministic: false,
+                clusters: WideClusters::unconstrained(multiprocessors),
+            };
+            for (rows, cols) in [(12_352, 2560), (2048, 4096), (2560, 9728), (248_320, 2560)] {
+                let matrix = MatrixShape {
+                    storage: WeightType::Int8,
+                    rows,
+                    cols,
+                };
+                let split_k = |hardware: &Hardware, m: usize| {
+                    let planned = Int8Product::planned(hardware, &[matrix], m);
+                    assert!(planned.launch.shared as usize <= shared_limit, "{m} rows");
+                    planned.launch.grid[2]
+                };
+                let hardware = hardware.deterministic();
+                let one = split_k(&hardware, 1);
+                for m in 2..=PRODUCT_ROWS {
+                    assert_eq!(split_k(&hardware, m), one, "{m} rows of [{rows}, {cols}]");
+                }
+            }
+        }
+    }
 }

@@ -418,13 +418,12 @@ fn first_step(steps: usize, ranges: Option<usize>, rank: usize, split_k: usize) 
 }
 
 /// The most CTAs with `tiles` of a GEMM of `rows` rows that a norm may precede. A multiprocessor with a CTA of the norm, one for each row, has
-/// no registers for one of the GEMM beside the kernel before both: that CTA would begin after the norm and end last. So the GEMM leaves those
-/// multiprocessors free, if no CTA has more tiles because of that.
+/// no registers for one of the GEMM beside the kernel before both: that CTA would begin after the norm and end last. So for a few rows the
+/// GEMM leaves as many multiprocessors free as it can while no CTA has more tiles because of that.
 pub(super) fn beside_norm(hardware: &Hardware, rows: usize, tiles: usize) -> usize {
     let all = hardware.multiprocessors;
-    let free = all.saturating_sub(rows).max(1);
-    match rows <= HALF_SM_ROWS && tiles.div_ceil(free) == tiles.div_ceil(all) {
-        true => free,
+    match rows <= HALF_SM_ROWS {
+        true => tiles.div_ceil(tiles.div_ceil(all).max(1)),
         false => all,
     }
 }

@@ -390,12 +390,14 @@ static void check_dense(int m, int rows, int k, int kind, unsigned blocks = 1, b
     const Kernel of_row[3][2] = {{dense::linear_row_f32, dense::linear_row_f32_pair},
                                  {dense::linear_row_f16, dense::linear_row_f16_pair},
                                  {dense::linear_row_bf16, dense::linear_row_bf16_pair}};
-    if (m > 1) {
+    if (m > 1 && kind == INT8) {
+        launch(blocks, 1, 1, dense::BLOCK_THREADS, [&] { pairs ? dense::linear_int8_row_4_2(a) : dense::linear_int8_row_4_3(a); });
+    } else if (m > 1) {
         launch(ceil_div(rows, dense::WARPS), ceil_div(m, dense::TOKENS), 1, dense::THREADS, [&] { dense::linear_dense(a); });
     } else {
         // Some warps have several units, and some none.
         if (kind == INT8) {
-            launch(blocks, 1, 1, dense::BLOCK_THREADS, [&] { pairs ? dense::linear_int8_row_2(a) : dense::linear_int8_row_4(a); });
+            launch(blocks, 1, 1, dense::BLOCK_THREADS, [&] { pairs ? dense::linear_int8_row_1_2(a) : dense::linear_int8_row_1_4(a); });
         } else {
             launch(blocks, 1, 1, dense::THREADS, [&] { of_row[kind][pairs](a); });
         }
@@ -445,6 +447,9 @@ int main() {
         check_dense(1, 2, 2560, INT8, 1, pairs);
         check_dense(1, 37, 4624, INT8, 1, pairs);
         check_dense(1, 600, 80, INT8, 1, pairs);
+        check_dense(2, 17, 16, INT8, 3, pairs);
+        check_dense(3, 37, 2064, INT8, 1, pairs);
+        check_dense(4, 600, 272, INT8, 2, pairs);
     }
     puts("ok");
 }

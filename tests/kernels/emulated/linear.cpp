@@ -196,7 +196,7 @@ struct Weight {
 };
 
 // Products of `m` rows with int8 rows, with every output.
-static void check_int8_products(int m, int rows, int k, int split_k) {
+static void check_int8_products(int m, int rows, int k, int split_k, int warps = 7) {
     Memory codes((size_t)rows * k), x((size_t)m * k * 2);
     std::vector<float> scales, bias;
     std::vector<double> values;
@@ -219,9 +219,9 @@ static void check_int8_products(int m, int rows, int k, int split_k) {
         for (int i = 0; i < 3; i++) {
             int count = i < 2 ? rows / 4 * (2 * i + 1) / 2 : rows - first;
             a.matrices[i] = {codes.data() + (size_t)first * k, scales.data() + first, bias.data() + first, (u64)count};
-            first += count, blocks += ceil_div(count, int8::BLOCK_ROWS);
+            first += count, blocks += ceil_div(count, warps * int8::WARP_ROWS);
         }
-        launch(blocks, ceil_div(m, tokens), split_k, int8::THREADS, [&] {
+        launch(blocks, ceil_div(m, tokens), split_k, (warps + 1) * WARP, [&] {
             switch (tokens) {
                 case 8: return int8::linear_int8_product_8(a);
                 case 16: return int8::linear_int8_product_16(a);
@@ -910,8 +910,9 @@ int main() {
     check_int8(300, 16);
     check_int8_products(2, 130, 336, 1);
     check_int8_products(9, 20, 16, 1);
-    check_int8_products(31, 128, 80, 1);
+    check_int8_products(31, 128, 80, 1, 3);
     check_int8_products(70, 17, 592, 1);
+    check_int8_products(5, 150, 1616, 1, 4);
     check_f32_products(17, 66, 336, 1);
     check_f32_products(70, 20, 16, 1);
     check_f32_products(65, 130, 80, 1);
@@ -1039,6 +1040,7 @@ int main() {
 #endif
     check_int8_products(3, 20, 528, 2);
     check_int8_products(70, 140, 592, 3);
+    check_int8_products(40, 70, 2080, 4, 5);
     check_f32_products(64, 130, 592, 3);
     check_f32_products(70, 20, 2064, 8);
 #endif
