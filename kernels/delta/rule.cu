@@ -6,19 +6,7 @@
 // scheduler, that is about 190 cycles: 32 multiply-adds each for o, k^T S and S, and between the last two some 90 cycles for the shuffles
 // and d, during which S is multiplied by the decay.
 #include "delta/columns.cuh"
-
-struct Arguments {
-    const float* qkv;       // [rows, channels]
-    const float* decay;     // [rows, value_heads]
-    const float* beta;      // [rows, value_heads]
-    float* o;               // [rows, value_heads, value_dim]
-    Segments segments;
-    States states;          // S
-    int key_heads;
-    int value_heads;
-    int key_dim;
-    int value_dim;
-};
+#include "delta/rule.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int COLUMNS = WARPS * WARP_COLUMNS;
@@ -34,7 +22,7 @@ struct __align__(16) Row {
 
 // Loads a chunk of rows from `first` on, a row a warp.
 template <int K>
-__device__ __forceinline__ void fill(const Arguments& a, Row<K>* rows, size_t first, int count, int warp, int head, int column) {
+__device__ __forceinline__ void fill(const RuleArguments& a, Row<K>* rows, size_t first, int count, int warp, int head, int column) {
     int keys = a.key_heads * a.key_dim, channels = 2 * keys + a.value_heads * a.value_dim, lane = lane_id();
     int q = head / (a.value_heads / a.key_heads) * a.key_dim, v = 2 * keys + head * a.value_dim + column;
 #pragma unroll
@@ -58,7 +46,7 @@ __device__ __forceinline__ void fill(const Arguments& a, Row<K>* rows, size_t fi
 
 // K: key_dim, padded. Grid: (ceil(value_dim / COLUMNS), value_heads, segments).
 template <int K>
-__device__ __forceinline__ void run(const Arguments& a) {
+__device__ __forceinline__ void run(const RuleArguments& a) {
     constexpr int N = K / SLICES;
     extern __shared__ __align__(16) char shared[];
     Row<K>* ring = (Row<K>*)shared;     // [2][CHUNK]
@@ -140,7 +128,7 @@ __device__ __forceinline__ void run(const Arguments& a) {
 }
 
 #define KERNEL(K) \
-    extern "C" __global__ void __launch_bounds__(THREADS) delta_rule_##K(const __grid_constant__ Arguments a) { run<K>(a); }
+    extern "C" __global__ void __launch_bounds__(THREADS) delta_rule_##K(const __grid_constant__ RuleArguments a) { run<K>(a); }
 KERNEL(64)
 KERNEL(128)
 KERNEL(256)

@@ -22,13 +22,14 @@ kernels! {
         }
     }
 
-    /// The recurrence, by the size of key heads.
+    /// The recurrence, by the size of key heads, and for single rows.
     enum Recur(RecurArguments) {
         DeltaRule {
             To64 = "delta_rule_64",
             To128 = "delta_rule_128",
             To256 = "delta_rule_256",
         }
+        DeltaSingle { Single = "delta_single_128" }
     }
 
     /// A layer of single rows, by the columns of S of a CTA and the layout of the output.
@@ -210,6 +211,34 @@ fn planned(shape: &DeltaShape, segments: &RecurrentSegments<'_>) -> Planned<Recu
     recurrence([shape.value_dim, shape.value_heads], height, segments).of(kernel)
 }
 
+impl RecurArguments {
+    /// Checks sizes.
+    fn new(
+        shape: &DeltaShape,
+        segments: &RecurrentSegments<'_>,
+        states: &RecurrentStates,
+        rows: usize,
+        inputs: &DeltaInputs<'_>,
+        o: DeviceSlice<'_>,
+    ) -> Result<RecurArguments> {
+        check_shape(shape)?;
+        inputs.check(shape, rows)?;
+        o.holds("results of a delta rule", &[rows, shape.value_width(), 4])?;
+        Ok(RecurArguments {
+            qkv: inputs.qkv.address(),
+            decay: inputs.decay.address(),
+            beta: inputs.beta.address(),
+            o: o.address(),
+            segments: segments.argument()?,
+            states: states.matrices(RecurrentShape::GatedDelta(*shape))?,
+            key_heads: shape.key_heads as i32,
+            value_heads: shape.value_heads as i32,
+            key_dim: shape.key_dim as i32,
+            value_dim: shape.value_dim as i32,
+        })
+    }
+}
+
 /// The gated delta rule over the rows of each segment, from its state on, which is written back: f32 `o` `[rows, value_heads, value_dim]`.
 /// A segment's bits do not depend on how it is divided. Follows [`delta_conv`] directly: the kernel before may write neither the segments
 /// nor the matrices of states.
@@ -221,24 +250,44 @@ pub fn delta_rule(
     inputs: &DeltaInputs<'_>,
     o: DeviceSlice<'_>,
 ) -> Result<()> {
-    check_shape(shape)?;
-    inputs.check(shape, rows)?;
-    o.holds("results of a delta rule", &[rows, shape.value_width(), 4])?;
-    let arguments = RecurArguments {
-        qkv: inputs.qkv.address(),
-        decay: inputs.decay.address(),
-        beta: inputs.beta.address(),
-        o: o.address(),
-        segments: segments.argument()?,
-        states: states.matrices(RecurrentShape::GatedDelta(*shape))?,
-        key_heads: shape.key_heads as i32,
-        value_heads: shape.value_heads as i32,
-        key_dim: shape.key_dim as i32,
-        value_dim: shape.value_dim as i32,
-    };
+    let arguments = RecurArguments::new(shape, segments, states, rows, inputs, o)?;
     let planned = planned(shape, segments);
     // SAFETY: sizes were checked; the caller vouches for segments and blocks.
     unsafe { planned.run(o.gpu(), &arguments) }
+}
+
+/// Columns of S of a CTA of [`delta_single`], and its threads, as in the kernel; and the most rows of S.
+const SINGLE_COLUMNS: usize = 64;
+const SINGLE_THREADS: usize = 128;
+const SINGLE_KEY_DIM: usize = 128;
+
+/// Whether [`delta_single`] serves layers of this shape.
+pub fn has_delta_single(hardware: &Hardware, shape: &DeltaShape) -> bool {
+    // It adds in another order than the kernel of prompts.
+    !hardware.deterministic
+        && shape.key_dim <= SINGLE_KEY_DIM
+        && shape.value_dim.is_multiple_of(SINGLE_COLUMNS)
+}
+
+/// [`delta_rule`] for a step of decoding, for shapes with [`has_delta_single`]: segment `s` is row `s` alone and continues no other.
+pub fn delta_single(
+    shape: &DeltaShape,
+    segments: &RecurrentSegments<'_>,
+    states: &RecurrentStates,
+    inputs: &DeltaInputs<'_>,
+    o: DeviceSlice<'_>,
+) -> Result<()> {
+    let rows = segments.count;
+    let arguments = RecurArguments::new(shape, segments, states, rows, inputs, o)?;
+    let grid = [shape.value_dim / SINGLE_COLUMNS, shape.value_heads, rows].map(|n| n as u32);
+    // q and k, and sums of each warp for both products.
+    let floats = 2 * SINGLE_KEY_DIM + 2 * SINGLE_THREADS / WARP * SINGLE_COLUMNS;
+    let launch = Launch {
+        shared: 4 * floats as u32,
+        ..Launch::new(grid, SINGLE_THREADS as u32)
+    };
+    // SAFETY: sizes were checked; the caller vouches for segments and blocks.
+    unsafe { launch.of(Recur::Single).run(o.gpu(), &arguments) }
 }
 
 #[repr(C)]

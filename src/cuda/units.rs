@@ -77,6 +77,7 @@ units! {
     DeltaConv = "delta/conv.cu",
     DeltaNorm = "delta/norm.cu",
     DeltaRule = "delta/rule.cu",
+    DeltaSingle = "delta/single.cu",
     DeltaStep = "delta/step.cu",
     Embed = "embed/embed.cu",
     PerLayerInputs = "embed/per_layer.cu",

@@ -159,8 +159,9 @@ fn silu(x: f64) -> f64 {
     x / (1.0 + (-x).exp())
 }
 
-/// Convolution and recurrence of rows of a layer from `first` on, on the device.
-fn run(
+/// Convolution and recurrence of rows of a layer from `first` on, on the device; `single` runs the kernel of single rows.
+fn run_by(
+    single: bool,
     gpu: &Arc<Gpu>,
     layer: &Layer,
     first: usize,
@@ -197,8 +198,22 @@ fn run(
     };
     let states = blocks.states();
     cuda::delta_conv(shape, &weights, &segments, &states, rows, x, a, b, &made).unwrap();
-    cuda::delta_rule(shape, &segments, &states, rows, &made, (&o).into()).unwrap();
+    let done = match single {
+        true => cuda::delta_single(shape, &segments, &states, &made, (&o).into()),
+        false => cuda::delta_rule(shape, &segments, &states, rows, &made, (&o).into()),
+    };
+    done.unwrap();
     o
+}
+
+fn run(
+    gpu: &Arc<Gpu>,
+    layer: &Layer,
+    first: usize,
+    segments: &[Segment],
+    blocks: &Blocks,
+) -> DeviceBuffer {
+    run_by(false, gpu, layer, first, segments, blocks)
 }
 
 /// The gated norm on the device, of rows of results.
@@ -229,11 +244,16 @@ fn check_norm(gpu: &Arc<Gpu>, layer: &Layer, o: &DeviceBuffer, what: &str) {
 
 /// A batch of segments against f64. Blocks that none of them writes stay as they are.
 fn check(gpu: &Arc<Gpu>, shape: DeltaShape, segments: &[Segment], seed: u64) {
+    check_by(false, gpu, shape, segments, seed);
+}
+
+/// As [`check`], by the kernel of single rows or the other.
+fn check_by(single: bool, gpu: &Arc<Gpu>, shape: DeltaShape, segments: &[Segment], seed: u64) {
     let what = format!("{shape:?}, {segments:?}");
     let rows = segments.iter().map(|&(rows, ..)| rows).sum();
     let layer = Layer::new(shape, rows, seed);
     let blocks = Blocks::new(gpu, shape.state_floats(), BLOCKS, seed + 100);
-    let o = run(gpu, &layer, 0, segments, &blocks);
+    let o = run_by(single, gpu, &layer, 0, segments, &blocks);
     let width = shape.value_width();
     let got = read_f32(&o, rows * width);
     let after = blocks.read();
@@ -314,6 +334,24 @@ const SINGLE: [Segment; 9] = [
     (1, 10, 10),
     (1, 0, 11),
 ];
+
+#[test]
+fn delta_rules_of_single_rows_agree_with_f64() {
+    let Some(gpu) = gpu() else { return };
+    let hardware = Hardware::of(&gpu).unwrap();
+    let shapes = [(16, 32, 128, 128), (2, 4, 16, 64), (1, 2, 48, 192)];
+    for (i, &sizes) in shapes.iter().enumerate() {
+        let shape = shape(sizes);
+        assert!(cuda::has_delta_single(&hardware, &shape));
+        assert!(!cuda::has_delta_single(&hardware.deterministic(), &shape));
+        for rows in [1, 9] {
+            check_by(true, &gpu, shape, &SINGLE[..rows], 4700 + 20 * i as u64);
+        }
+    }
+    for without in [(1, 1, 256, 64), (1, 1, 128, 96)] {
+        assert!(!cuda::has_delta_single(&hardware, &shape(without)));
+    }
+}
 
 /// A layer of single rows in one launch; the rows go to `out`.
 fn step(gpu: &Arc<Gpu>, layer: &Layer, blocks: &Blocks, layout: Layout, out: &DeviceBuffer) {

@@ -142,12 +142,15 @@ impl<'a> FusedPass<'a> {
         )
     }
 
-    pub(super) fn delta_rule(&self, index: usize) -> Result<()> {
+    pub(super) fn delta_rule(&self, index: usize, single: bool) -> Result<()> {
         let layer = self.delta(index)?;
         let answers = (&layer.scratch.answers).into();
         let (segments, states, inputs) = (&layer.segments, &layer.states, layer.inputs());
         let shape = &layer.spec.shape;
-        cuda::delta_rule(shape, segments, states, self.rows, &inputs, answers)
+        match single {
+            true => cuda::delta_single(shape, segments, states, &inputs, answers),
+            false => cuda::delta_rule(shape, segments, states, self.rows, &inputs, answers),
+        }
     }
 
     pub(super) fn delta_norm(&self, index: usize, layout: Layout) -> Result<()> {

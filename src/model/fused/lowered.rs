@@ -68,7 +68,7 @@ pub(in crate::model) fn units(spec: &Spec, deterministic: bool) -> Vec<Unit> {
     }
     if spec.all_blocks().any(|b| b.gated_delta().is_some()) {
         units.extend([Unit::DeltaConv, Unit::DeltaRule, Unit::DeltaNorm]);
-        units.push(Unit::DeltaStep);
+        units.extend([Unit::DeltaSingle, Unit::DeltaStep]);
     }
     if spec.all_blocks().any(|b| b.mamba2().is_some()) {
         units.extend([Unit::MambaConv, Unit::MambaScan, Unit::MambaNorm]);

@@ -152,7 +152,7 @@ impl<'a> FusedPass<'a> {
             }
             Kernel::DeltaGates { input, gemm } => self.delta_gates(index, input, gemm),
             Kernel::DeltaConv { apart } => self.delta_conv(index, *apart),
-            Kernel::DeltaRule => self.delta_rule(index),
+            Kernel::DeltaRule { single } => self.delta_rule(index, *single),
             Kernel::DeltaNorm { layout } => self.delta_norm(index, *layout),
             Kernel::DeltaStep { layout, apart } => self.delta_step(index, *layout, *apart),
             Kernel::MambaInputs { input, gemm } => self.mamba_inputs(index, input, gemm),

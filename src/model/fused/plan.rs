@@ -139,7 +139,10 @@ pub(super) enum Kernel {
     /// projections.
     DeltaConv { apart: bool },
     /// The gated delta rule, which changes the state of each sequence.
-    DeltaRule,
+    DeltaRule {
+        /// Whether each row is a sequence of its own.
+        single: bool,
+    },
     /// The gated norm of each value head.
     DeltaNorm { layout: Layout },
     /// [`Kernel::DeltaConv`], [`Kernel::DeltaRule`] and [`Kernel::DeltaNorm`] of a step in one.
@@ -492,7 +495,8 @@ impl Planner<'_> {
             return Ok(());
         }
         self.push(block, Kernel::DeltaConv { apart });
-        self.push(block, Kernel::DeltaRule);
+        let single = self.kind == Rows::Step && cuda::has_delta_single(self.hardware, heads);
+        self.push(block, Kernel::DeltaRule { single });
         self.push(block, Kernel::DeltaNorm { layout });
         Ok(())
     }

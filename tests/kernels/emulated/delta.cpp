@@ -6,6 +6,7 @@
 #include "common/cluster.cuh"
 #include "common/reduce.cuh"
 #include "delta/columns.cuh"
+#include "delta/rule.cuh"
 #include "norm/piece.cuh"
 #include "recurrent/output.cuh"
 
@@ -17,6 +18,10 @@ namespace rule {
 extern char shared[] asm("shared");
 #include "delta/rule.cu"
 #undef KERNEL
+}
+namespace single {
+extern char shared[] asm("shared");
+#include "delta/single.cu"
 }
 namespace norm {
 #include "delta/norm.cu"
@@ -65,6 +70,9 @@ struct Result {
     Floats& answers() { return o; }
 };
 
+// Whether segments have a row each, which the kernel for those takes.
+static bool of_single_rows = false;
+
 // Runs the kernels for rows of a layer from `first` on.
 static void run(Layer& l, const std::vector<Segment>& segments, int first, Blocks& blocks, Result& r) {
     Shape s = l.s;
@@ -79,7 +87,11 @@ static void run(Layer& l, const std::vector<Segment>& segments, int first, Block
     bool wide = s.key_dim > 128;
     int units = 2 * s.key_heads + ceil_div(s.values(), wide ? 256 : 128) + ceil_div(s.value_heads, WARP);
     launch(ceil_div(units, conv::WARPS), rows / TILE_ROWS + n, 1, conv::THREADS, [&] { wide ? conv::delta_conv_wide(c) : conv::delta_conv(c); });
-    rule::Arguments u = {qkv, decay, beta, &r.o[first * s.values()], all, blocks.states(0), s.key_heads, s.value_heads, s.key_dim, s.value_dim};
+    RuleArguments u = {qkv, decay, beta, &r.o[first * s.values()], all, blocks.states(0), s.key_heads, s.value_heads, s.key_dim, s.value_dim};
+    if (of_single_rows) {
+        RuleArguments once = {qkv, decay, beta, &r.o[first * s.values()], all, blocks.states(0), s.key_heads, s.value_heads, s.key_dim, s.value_dim};
+        return launch(s.value_dim / single::COLUMNS, s.value_heads, n, single::THREADS, [&] { single::delta_single_128(once); });
+    }
     launch(ceil_div(s.value_dim, rule::COLUMNS), s.value_heads, n, rule::THREADS, [&] {
         s.key_dim <= 64 ? rule::delta_rule_64(u) : s.key_dim <= 128 ? rule::delta_rule_128(u) : rule::delta_rule_256(u);
     });
@@ -249,5 +261,9 @@ int main() {
     check_step({1, 1, 48, 256, 3}, 32);
     check_step({1, 3, 64, 128, 4}, 64);
     check_step({2, 16, 16, 128, 2}, 128);
+    of_single_rows = true;
+    const std::vector<Segment> single_rows = {{1, 1, 1}, {1, 2, 3}, {1, 0, 4}, {1, 5, 5}};
+    check({1, 2, 128, 128, 4}, single_rows);
+    check({2, 4, 48, 64, 3}, single_rows);
     puts("ok");
 }

@@ -106,7 +106,8 @@ impl fmt::Display for Kernel {
             }
             Kernel::DeltaGates { input, gemm } => write!(f, "b, a ({input}) -> f32: {gemm}"),
             Kernel::DeltaConv { .. } => f.write_str("convolution, norms of q and k, gates"),
-            Kernel::DeltaRule => f.write_str("gated delta rule"),
+            Kernel::DeltaRule { single: false } => f.write_str("gated delta rule"),
+            Kernel::DeltaRule { single: true } => f.write_str("gated delta rule of single rows"),
             Kernel::DeltaNorm { layout } => {
                 write!(f, "gated norm of heads -> {}", layout_name(*layout))
             }

@@ -263,7 +263,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::GateHeads { .. } => own(&[BlockOp::GateHeads]),
         Kernel::DeltaGates { .. } => own(&[BlockOp::DeltaInputs]),
         Kernel::DeltaConv { .. } => own(&[BlockOp::Convolve]),
-        Kernel::DeltaRule => own(&[BlockOp::DeltaRule]),
+        Kernel::DeltaRule { .. } => own(&[BlockOp::DeltaRule]),
         Kernel::DeltaNorm { .. } => own(&[BlockOp::DeltaNorm]),
         Kernel::DeltaStep { .. } => {
             own(&[BlockOp::Convolve, BlockOp::DeltaRule, BlockOp::DeltaNorm])
