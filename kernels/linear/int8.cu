@@ -143,18 +143,14 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     for (int group = 0; group < GROUPS; group++) store(warp, group, sums[group]);
 }
 
-// Blocks of a multiprocessor, for 64 tokens: with two, registers spill from Blackwell on.
-constexpr int BLOCKS_OF_64 = __CUDA_ARCH__ >= 1000 ? 1 : 2;
-
-#define KERNEL(tokens, blocks) \
-    extern "C" __global__ void __launch_bounds__(THREADS, blocks) linear_int8_product_##tokens(const __grid_constant__ ProductArguments a) { product<tokens>(a); }
+#define KERNEL(TOKENS) \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_int8_product_##TOKENS(const __grid_constant__ ProductArguments a) { product<TOKENS>(a); }
 
 // Block: up to MAX_WARPS warps, and one more. Grid: (sum over the matrices of ceil(rows / (16 warps)), ceil(m / tokens), split_k), in
 // clusters along K. Shared memory: X_STAGES * tokens * X_PITCH bytes of activations, and for each warp STAGES of Ring::STAGE_BYTES.
-KERNEL(8, 2)
-KERNEL(16, 2)
-KERNEL(32, 2)
-KERNEL(64, BLOCKS_OF_64)
+KERNEL(8)
+KERNEL(16)
+KERNEL(32)
 
 struct HalvesArguments {
     const uint4* codes;     // INT8_CODES each

@@ -18,7 +18,6 @@ kernels! {
             Rows8 = "linear_int8_product_8",
             Rows16 = "linear_int8_product_16",
             Rows32 = "linear_int8_product_32",
-            Rows64 = "linear_int8_product_64",
         }
     }
 
@@ -34,8 +33,8 @@ kernels! {
 }
 
 const THREADS: u32 = 256;
-/// Most rows of the own kernel, which reads the weight once for each 64 rows. From some 300 rows on, an f16 copy for cuBLASLt moves fewer
-/// bytes.
+/// Most rows of the own kernel, which reads the weight once for each 32 rows, all but the first time from the L2 cache. From some 300 rows on,
+/// an f16 copy for cuBLASLt moves fewer bytes.
 pub(super) const PRODUCT_ROWS: usize = 256;
 /// Weight rows of a warp that multiplies, and how many of those a CTA may have.
 const WARP_ROWS: usize = 16;
@@ -45,8 +44,8 @@ const STEP: usize = 256;
 const STAGES: usize = 3;
 /// Shared memory for a row of activations: four turns of 64 elements and 16 bytes.
 const STAGED: usize = 4 * (2 * 64 + 16);
-/// Most rows of activations of a CTA.
-const MOST_TOKENS: usize = 64;
+/// Most rows of activations of a CTA. With 64, a multiprocessor has half the warps, which wait for each other.
+const MOST_TOKENS: usize = 32;
 /// Most CTAs that share K.
 const MOST_SPLIT_K: usize = 8;
 /// Codes per thread of the conversion.
@@ -91,8 +90,7 @@ impl Int8Product {
         let (kernel, tokens) = match m {
             ..=8 => (Int8Product::Rows8, 8),
             9..=16 => (Int8Product::Rows16, 16),
-            17..=32 => (Int8Product::Rows32, 32),
-            _ => (Int8Product::Rows64, MOST_TOKENS),
+            _ => (Int8Product::Rows32, MOST_TOKENS),
         };
         let (rows, steps) = (m.div_ceil(tokens), matrices[0].cols.div_ceil(STEP));
         let most_split_k = match hardware.has_clusters() {

@@ -207,7 +207,7 @@ static void check_int8_products(int m, int rows, int k, int split_k, int warps =
         ((u16*)x.data())[i] = value;
         values.push_back(f16_to_float(value));
     }
-    int stride = rows + 3, tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
+    int stride = rows + 3, tokens = m <= 8 ? 8 : m <= 16 ? 16 : 32;
     for (int output : {int8::STORE_F32, int8::STORE_F16, int8::ADD_F32}) {
         Memory out((size_t)m * stride * 4);
         std::vector<float> before(m * stride);
@@ -225,8 +225,7 @@ static void check_int8_products(int m, int rows, int k, int split_k, int warps =
             switch (tokens) {
                 case 8: return int8::linear_int8_product_8(a);
                 case 16: return int8::linear_int8_product_16(a);
-                case 32: return int8::linear_int8_product_32(a);
-                default: return int8::linear_int8_product_64(a);
+                default: return int8::linear_int8_product_32(a);
             }
         }, split_k);
         out.check("products of int8 rows");
