@@ -64,9 +64,3 @@ struct Values {
     }
 };
 
-// Stores a product for an output, or adds it.
-__device__ __forceinline__ void store_product(const Arguments& a, size_t to, float y) {
-    if (a.output == STORE_F32) ((float*)a.out)[to] = y;
-    if (a.output == ADD_F32) ((float*)a.out)[to] += y;
-    if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
-}

@@ -124,10 +124,7 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
                 int token = first_token + 8 * group + 2 * t + j;
                 if (token >= a.m) continue;
                 float y = c[2 * i + j] * a.factor * scale + bias;
-                size_t to = (size_t)token * a.out_stride + place.first_column + row;
-                if (a.output == STORE_F32) ((float*)a.out)[to] = y;
-                if (a.output == ADD_F32) ((float*)a.out)[to] += y;
-                if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
+                store_product(a, (size_t)token * a.out_stride + place.first_column + row, y);
             }
         }
     };

@@ -7,6 +7,14 @@ constexpr int MAX_SPLIT_K = 8;
 
 enum Output { STORE_F32, STORE_F16, ADD_F32 };
 
+// Stores a product for an output, or adds it.
+template <class Arguments>
+__device__ __forceinline__ void store_product(const Arguments& a, size_t to, float y) {
+    if (a.output == STORE_F32) ((float*)a.out)[to] = y;
+    if (a.output == ADD_F32) ((float*)a.out)[to] += y;
+    if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
+}
+
 struct Matrix {
     const void* weight;     // [rows, k]
     const float* scales;    // [rows]: int8

@@ -137,10 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) linear_tf32_product(con
                 int token = first_token + (warp / ROW_WARPS * GROUPS + group) * 8 + 2 * t + j;
                 if (token >= a.m) continue;
                 float y = c[2 * i + j] * a.factor + bias;
-                size_t to = (size_t)token * a.out_stride + place.first_column + row;
-                if (a.output == STORE_F32) ((float*)a.out)[to] = y;
-                if (a.output == ADD_F32) ((float*)a.out)[to] += y;
-                if (a.output == STORE_F16) ((u16*)a.out)[to] = to_f16(y);
+                store_product(a, (size_t)token * a.out_stride + place.first_column + row, y);
             }
         }
     };

@@ -201,93 +201,84 @@ struct RecurArguments {
     value_dim: i32,
 }
 
-/// The kernel for a shape, and its launch.
-fn planned(shape: &DeltaShape, segments: &RecurrentSegments<'_>) -> Planned<Recur> {
-    let (kernel, height) = match shape.key_dim {
-        0..=64 => (Recur::To64, 64),
-        65..=128 => (Recur::To128, 128),
-        _ => (Recur::To256, 256),
-    };
-    recurrence([shape.value_dim, shape.value_heads], height, segments).of(kernel)
-}
-
-impl RecurArguments {
-    /// Checks sizes.
-    fn new(
-        shape: &DeltaShape,
-        segments: &RecurrentSegments<'_>,
-        states: &RecurrentStates,
-        rows: usize,
-        inputs: &DeltaInputs<'_>,
-        o: DeviceSlice<'_>,
-    ) -> Result<RecurArguments> {
-        check_shape(shape)?;
-        inputs.check(shape, rows)?;
-        o.holds("results of a delta rule", &[rows, shape.value_width(), 4])?;
-        Ok(RecurArguments {
-            qkv: inputs.qkv.address(),
-            decay: inputs.decay.address(),
-            beta: inputs.beta.address(),
-            o: o.address(),
-            segments: segments.argument()?,
-            states: states.matrices(RecurrentShape::GatedDelta(*shape))?,
-            key_heads: shape.key_heads as i32,
-            value_heads: shape.value_heads as i32,
-            key_dim: shape.key_dim as i32,
-            value_dim: shape.value_dim as i32,
-        })
-    }
-}
-
-/// The gated delta rule over the rows of each segment, from its state on, which is written back: f32 `o` `[rows, value_heads, value_dim]`.
-/// A segment's bits do not depend on how it is divided. Follows [`delta_conv`] directly: the kernel before may write neither the segments
-/// nor the matrices of states.
-pub fn delta_rule(
-    shape: &DeltaShape,
-    segments: &RecurrentSegments<'_>,
-    states: &RecurrentStates,
-    rows: usize,
-    inputs: &DeltaInputs<'_>,
-    o: DeviceSlice<'_>,
-) -> Result<()> {
-    let arguments = RecurArguments::new(shape, segments, states, rows, inputs, o)?;
-    let planned = planned(shape, segments);
-    // SAFETY: sizes were checked; the caller vouches for segments and blocks.
-    unsafe { planned.run(o.gpu(), &arguments) }
-}
-
-/// Columns of S of a CTA of [`delta_single`], and its threads, as in the kernel; and the most rows of S.
+/// Columns of S of a CTA of the kernel of single rows, its threads, and the most rows of S, as in the kernel.
 const SINGLE_COLUMNS: usize = 64;
 const SINGLE_THREADS: usize = 128;
 const SINGLE_KEY_DIM: usize = 128;
 
-/// Whether [`delta_single`] serves layers of this shape.
+/// Whether [`delta_rule`] has a kernel of single rows for layers of this shape.
 pub fn has_delta_single(hardware: &Hardware, shape: &DeltaShape) -> bool {
     // It adds in another order than the kernel of prompts.
-    !hardware.deterministic
-        && shape.key_dim <= SINGLE_KEY_DIM
-        && shape.value_dim.is_multiple_of(SINGLE_COLUMNS)
+    !hardware.deterministic && serves_single(shape)
 }
 
-/// [`delta_rule`] for a step of decoding, for shapes with [`has_delta_single`]: segment `s` is row `s` alone and continues no other.
-pub fn delta_single(
+fn serves_single(shape: &DeltaShape) -> bool {
+    shape.key_dim <= SINGLE_KEY_DIM && shape.value_dim.is_multiple_of(SINGLE_COLUMNS)
+}
+
+/// The kernel for a shape, and its launch.
+fn planned(
     shape: &DeltaShape,
     segments: &RecurrentSegments<'_>,
-    states: &RecurrentStates,
-    inputs: &DeltaInputs<'_>,
-    o: DeviceSlice<'_>,
-) -> Result<()> {
-    let rows = segments.count;
-    let arguments = RecurArguments::new(shape, segments, states, rows, inputs, o)?;
-    let grid = [shape.value_dim / SINGLE_COLUMNS, shape.value_heads, rows].map(|n| n as u32);
+    single: bool,
+) -> Result<Planned<Recur>> {
+    if !single {
+        let (kernel, height) = match shape.key_dim {
+            0..=64 => (Recur::To64, 64),
+            65..=128 => (Recur::To128, 128),
+            _ => (Recur::To256, 256),
+        };
+        let sizes = [shape.value_dim, shape.value_heads];
+        return Ok(recurrence(sizes, height, segments).of(kernel));
+    }
+    if !serves_single(shape) {
+        bail!(
+            Internal,
+            "single rows of {shape:?}, which have no kernel of their own"
+        );
+    }
+    let columns = shape.value_dim / SINGLE_COLUMNS;
+    let grid = [columns, shape.value_heads, segments.count].map(|n| n as u32);
     // q and k, and sums of each warp for both products.
     let floats = 2 * SINGLE_KEY_DIM + 2 * SINGLE_THREADS / WARP * SINGLE_COLUMNS;
     let launch = Launch {
         shared: 4 * floats as u32,
         ..Launch::new(grid, SINGLE_THREADS as u32)
     };
+    Ok(launch.of(Recur::Single))
+}
+
+/// The gated delta rule over the rows of each segment, from its state on, which is written back: f32 `o` `[rows, value_heads, value_dim]`.
+/// A segment's bits do not depend on how it is divided. Follows [`delta_conv`] directly: the kernel before may write neither the segments
+/// nor the matrices of states. `single` says that segment `s` is row `s` alone and continues no other, and chooses the kernel for that, which
+/// shapes with [`has_delta_single`] have.
+pub fn delta_rule(
+    shape: &DeltaShape,
+    segments: &RecurrentSegments<'_>,
+    states: &RecurrentStates,
+    rows: usize,
+    single: bool,
+    inputs: &DeltaInputs<'_>,
+    o: DeviceSlice<'_>,
+) -> Result<()> {
+    check_shape(shape)?;
+    inputs.check(shape, rows)?;
+    o.holds("results of a delta rule", &[rows, shape.value_width(), 4])?;
+    let arguments = RecurArguments {
+        qkv: inputs.qkv.address(),
+        decay: inputs.decay.address(),
+        beta: inputs.beta.address(),
+        o: o.address(),
+        segments: segments.argument()?,
+        states: states.matrices(RecurrentShape::GatedDelta(*shape))?,
+        key_heads: shape.key_heads as i32,
+        value_heads: shape.value_heads as i32,
+        key_dim: shape.key_dim as i32,
+        value_dim: shape.value_dim as i32,
+    };
+    let planned = planned(shape, segments, single)?;
     // SAFETY: sizes were checked; the caller vouches for segments and blocks.
-    unsafe { launch.of(Recur::Single).run(o.gpu(), &arguments) }
+    unsafe { planned.run(o.gpu(), &arguments) }
 }
 
 #[repr(C)]

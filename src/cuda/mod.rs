@@ -50,8 +50,8 @@ pub use attention::{
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{
-    DeltaConstants, DeltaInputs, DeltaProjected, delta_conv, delta_norm, delta_rule, delta_single,
-    delta_step, has_delta_single, has_delta_step,
+    DeltaConstants, DeltaInputs, DeltaProjected, delta_conv, delta_norm, delta_rule, delta_step,
+    has_delta_single, has_delta_step,
 };
 pub use drafter::{HiddenCopies, drafter_hidden, drafter_inputs};
 pub use driver::{

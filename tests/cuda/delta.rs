@@ -160,13 +160,13 @@ fn silu(x: f64) -> f64 {
 }
 
 /// Convolution and recurrence of rows of a layer from `first` on, on the device; `single` runs the kernel of single rows.
-fn run_by(
-    single: bool,
+fn run(
     gpu: &Arc<Gpu>,
     layer: &Layer,
     first: usize,
     segments: &[Segment],
     blocks: &Blocks,
+    single: bool,
 ) -> DeviceBuffer {
     let Layer { shape, .. } = layer;
     let segments = DeviceSegments::new(gpu, segments);
@@ -198,22 +198,8 @@ fn run_by(
     };
     let states = blocks.states();
     cuda::delta_conv(shape, &weights, &segments, &states, rows, x, a, b, &made).unwrap();
-    let done = match single {
-        true => cuda::delta_single(shape, &segments, &states, &made, (&o).into()),
-        false => cuda::delta_rule(shape, &segments, &states, rows, &made, (&o).into()),
-    };
-    done.unwrap();
+    cuda::delta_rule(shape, &segments, &states, rows, single, &made, (&o).into()).unwrap();
     o
-}
-
-fn run(
-    gpu: &Arc<Gpu>,
-    layer: &Layer,
-    first: usize,
-    segments: &[Segment],
-    blocks: &Blocks,
-) -> DeviceBuffer {
-    run_by(false, gpu, layer, first, segments, blocks)
 }
 
 /// The gated norm on the device, of rows of results.
@@ -253,7 +239,7 @@ fn check_by(single: bool, gpu: &Arc<Gpu>, shape: DeltaShape, segments: &[Segment
     let rows = segments.iter().map(|&(rows, ..)| rows).sum();
     let layer = Layer::new(shape, rows, seed);
     let blocks = Blocks::new(gpu, shape.state_floats(), BLOCKS, seed + 100);
-    let o = run_by(single, gpu, &layer, 0, segments, &blocks);
+    let o = run(gpu, &layer, 0, segments, &blocks, single);
     let width = shape.value_width();
     let got = read_f32(&o, rows * width);
     let after = blocks.read();
@@ -317,7 +303,7 @@ fn delta_layers_may_be_divided_anywhere() {
         let blocks = Blocks::new(&gpu, layer.shape.state_floats(), 5, 4450);
         let width = layer.shape.value_width();
         check_division(&blocks, width, &format!("{sizes:?}"), |first, segment| {
-            run(&gpu, &layer, first, &[segment], &blocks)
+            run(&gpu, &layer, first, &[segment], &blocks, false)
         });
     }
 }

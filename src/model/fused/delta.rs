@@ -147,10 +147,7 @@ impl<'a> FusedPass<'a> {
         let answers = (&layer.scratch.answers).into();
         let (segments, states, inputs) = (&layer.segments, &layer.states, layer.inputs());
         let shape = &layer.spec.shape;
-        match single {
-            true => cuda::delta_single(shape, segments, states, &inputs, answers),
-            false => cuda::delta_rule(shape, segments, states, self.rows, &inputs, answers),
-        }
+        cuda::delta_rule(shape, segments, states, self.rows, single, &inputs, answers)
     }
 
     pub(super) fn delta_norm(&self, index: usize, layout: Layout) -> Result<()> {

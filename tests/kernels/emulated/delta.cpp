@@ -88,10 +88,7 @@ static void run(Layer& l, const std::vector<Segment>& segments, int first, Block
     int units = 2 * s.key_heads + ceil_div(s.values(), wide ? 256 : 128) + ceil_div(s.value_heads, WARP);
     launch(ceil_div(units, conv::WARPS), rows / TILE_ROWS + n, 1, conv::THREADS, [&] { wide ? conv::delta_conv_wide(c) : conv::delta_conv(c); });
     RuleArguments u = {qkv, decay, beta, &r.o[first * s.values()], all, blocks.states(0), s.key_heads, s.value_heads, s.key_dim, s.value_dim};
-    if (of_single_rows) {
-        RuleArguments once = {qkv, decay, beta, &r.o[first * s.values()], all, blocks.states(0), s.key_heads, s.value_heads, s.key_dim, s.value_dim};
-        return launch(s.value_dim / single::COLUMNS, s.value_heads, n, single::THREADS, [&] { single::delta_single_128(once); });
-    }
+    if (of_single_rows) return launch(s.value_dim / single::COLUMNS, s.value_heads, n, single::THREADS, [&] { single::delta_single_128(u); });
     launch(ceil_div(s.value_dim, rule::COLUMNS), s.value_heads, n, rule::THREADS, [&] {
         s.key_dim <= 64 ? rule::delta_rule_64(u) : s.key_dim <= 128 ? rule::delta_rule_128(u) : rule::delta_rule_256(u);
     });
