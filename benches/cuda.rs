@@ -12,10 +12,10 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, Activation, Biased, CachedPages, DeviceBuffer, FusedNorm, GemmPlan, Glu, Gpu, Graph,
-    Hardware, Heads, Input, InputForm, KvShape, Layout, LinearScratch, Matrix, MatrixShape,
+    self, Activation, Biased, CachedPages, DecodePlan, DeviceBuffer, FusedNorm, GemmPlan, Glu, Gpu,
+    Graph, Hardware, Heads, Input, InputForm, KvShape, Layout, LinearScratch, Matrix, MatrixShape,
     NormScratch, Output, PAGE, Pinned, RowHeads, ScaledTile, SplitKv, SplitKvWorkspace, TileKernel,
-    Unit, Way,
+    Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -561,18 +561,10 @@ fn chain(gpu: &Arc<Gpu>) {
                 }
                 if wanted[1] {
                     let pages = cache.layer(layer);
-                    let division = SplitKv::of(
-                        gpu,
-                        HEADS,
-                        KV_HEADS,
-                        DIM,
-                        Unit::AttentionDecode,
-                        batch,
-                        length + 1,
-                    );
+                    let (hardware, shape) = (Hardware::of(gpu)?, h.decode_shape(KvType::F16));
+                    let plan = DecodePlan::choose(&hardware, shape, batch, length + 1)?;
                     cuda::decode(
-                        gpu, &h, &pages, &qkv, &positions, batch, division, &rows, &attended,
-                        layout,
+                        gpu, &h, &pages, &qkv, &positions, &plan, &rows, &attended, layout,
                     )?;
                 }
                 if wanted[2] {
@@ -747,17 +739,12 @@ fn attention(gpu: &Arc<Gpu>) {
         let out = floats(gpu, batch * HEADS * DIM / 2, 7);
         let rows = SplitKvWorkspace::new(gpu, SplitKvWorkspace::sizes(HEADS, KV_HEADS, DIM), batch)
             .unwrap();
-        let chosen = SplitKv::of(
-            gpu,
-            HEADS,
-            KV_HEADS,
-            DIM,
-            Unit::AttentionDecode,
-            batch,
-            length,
-        );
-        let parts = [1, 2, 4, 8, 16, 32].map(SplitKv::Splits);
-        for division in iter::once(chosen).chain(parts) {
+        let (hardware, shape) = (Hardware::of(gpu).unwrap(), h.decode_shape(KvType::F16));
+        let chosen = DecodePlan::choose(&hardware, shape, batch, length).unwrap();
+        let parts = [1, 2, 4, 8, 16, 32].map(|splits| {
+            DecodePlan::divided(&hardware, shape, batch, SplitKv::Splits(splits)).unwrap()
+        });
+        for plan in iter::once(chosen).chain(parts) {
             let enqueue = || -> NVFP4::base::Result<()> {
                 for layer in 0..layers {
                     let pages = cache.layer(layer);
@@ -767,8 +754,7 @@ fn attention(gpu: &Arc<Gpu>) {
                         &pages,
                         &qkv,
                         &positions,
-                        batch,
-                        division,
+                        &plan,
                         &rows,
                         &out,
                         Layout::RowMajor,
@@ -781,9 +767,8 @@ fn attention(gpu: &Arc<Gpu>) {
             let seconds = time(gpu, &graph) / layers as f64;
             let bytes = batch * length * KV_HEADS * DIM * 4;
             println!(
-                "{:10} {batch:5} {length:6} {:>9} {:9.2} {:9.0}",
+                "{:10} {batch:5} {length:6} {plan} {:9.2} {:9.0}",
                 "decode",
-                format!("{division:?}"),
                 seconds * 1e6,
                 bytes as f64 / seconds / 1e9
             );

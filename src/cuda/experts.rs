@@ -1,9 +1,10 @@
 //! A mixture of NVFP4 experts on the device. Rows that [`route`](super::router::route) has sorted by expert are multiplied tile by tile, and
 //! the results summed, all without the host.
 
+use std::fmt;
 use std::sync::Arc;
 
-use super::driver::{DeviceBuffer, Gpu, Launch, int};
+use super::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use super::kernel::kernels;
 use super::linear::{
     Activation, Biased, CHUNK_BYTES, CHUNK_K, CHUNK_ROWS, GatedUnit, Gating, Matrix,
@@ -36,12 +37,30 @@ kernels! {
     }
 }
 
+impl Products {
+    /// Gate and up with their unit, by the pairs of a tile from 8 on.
+    const GLU: [Products; 4] = [Self::Glu8, Self::Glu16, Self::Glu32, Self::Glu64];
+    /// Up alone with its squared ReLU.
+    const RELU: [Products; 4] = [Self::Relu8, Self::Relu16, Self::Relu32, Self::Relu64];
+    /// Down.
+    const PLAIN: [Products; 4] = [Self::Plain8, Self::Plain16, Self::Plain32, Self::Plain64];
+
+    /// The kernels of gate and up, or of up alone.
+    const fn gate_up(gated: bool) -> [Products; 4] {
+        if gated { Self::GLU } else { Self::RELU }
+    }
+}
+
 /// Warps of a CTA of the GEMM, each with two rows of chunks.
 const WARPS: usize = 4;
+/// Features that a CTA multiplies.
+const FEATURES: usize = 2 * CHUNK_ROWS * WARPS;
 /// Placeholder in products without a gated linear unit.
 const NO_UNIT: GatedUnit = GatedUnit::Plain(Activation::Silu);
 /// Bytes of a tile record: expert, first pair, number of pairs, and four unused bytes.
 const TILE_BYTES: usize = 16;
+/// Tiles that a launch takes.
+const MOST_TILES: usize = 65_535;
 
 /// The projections of an expert.
 #[derive(Clone, Copy)]
@@ -230,7 +249,7 @@ impl ExpertScratch {
         self.choices
             .holds("choices of experts", &[rows, routing.per_token, 4])?;
         self.tiles
-            .holds("tiles of experts", &[routing.most_tiles(rows), TILE_BYTES])
+            .holds("tiles of experts", &[routing.tiles(rows).most, TILE_BYTES])
     }
 }
 
@@ -248,41 +267,85 @@ struct ProductArguments {
     gating: Gating,
 }
 
-/// A GEMM over the tiles of `rows` routed rows, by the kernel for their tiles; `features` is the number of output features per CTA.
-fn products(
-    gpu: &Gpu,
-    routing: &Routing,
+/// How routed rows are multiplied by their experts, tile by tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertsPlan {
+    planned: Planned<Products>,
     rows: usize,
-    kernels: [Products; 4],
+    /// Output features.
     features: usize,
-    arguments: &ProductArguments,
-) -> Result<()> {
-    let pairs = routing.tile_pairs(rows);
-    // Ring stages, as in `kernels/linear/experts.cu`.
-    let (kernel, stages) = match pairs {
-        8 => (kernels[0], 6),
-        16 => (kernels[1], 4),
-        32 => (kernels[2], 3),
-        _ => (kernels[3], 3),
-    };
-    let grid = [
-        (arguments.n as usize).div_ceil(features) as u32,
-        int("tiles", routing.most_tiles(rows))? as u32,
-        1,
-    ];
-    if grid[1] > 65_535 {
-        bail!(
-            Unsupported,
-            "{rows} rows have {} tiles of experts; a launch takes 65,535",
-            grid[1]
-        );
+}
+
+impl fmt::Display for ExpertsPlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.planned.fmt(f)
     }
-    let launch = Launch {
-        shared: (stages * (2 * WARPS * CHUNK_BYTES + pairs * CHUNK_K * 2)) as u32,
-        ..Launch::new(grid, 32 * WARPS as u32)
-    };
-    // SAFETY: callers checked sizes, and the table keeps the weights.
-    unsafe { launch.of(kernel).run(gpu, arguments) }
+}
+
+impl ExpertsPlan {
+    /// Gate and up projections of `rows` rows, or up alone, by up's shape `[intermediate, hidden]`.
+    pub fn gate_up(
+        routing: &Routing,
+        rows: usize,
+        up: MatrixShape,
+        gated: bool,
+    ) -> Result<ExpertsPlan> {
+        // With a gate, half of the features that a CTA multiplies are of the gate.
+        let of_cta = if gated { FEATURES / 2 } else { FEATURES };
+        let kernels = Products::gate_up(gated);
+        ExpertsPlan::of(routing, rows, kernels, (up.rows, of_cta))
+    }
+
+    /// Down projections of `rows` rows, by up's shape `[intermediate, hidden]`.
+    pub fn down(routing: &Routing, rows: usize, up: MatrixShape) -> Result<ExpertsPlan> {
+        ExpertsPlan::of(routing, rows, Products::PLAIN, (up.cols, FEATURES))
+    }
+
+    /// By the kernel for the tiles of `rows` rows; `of_cta` is the number of output features per CTA.
+    fn of(
+        routing: &Routing,
+        rows: usize,
+        kernels: [Products; 4],
+        (features, of_cta): (usize, usize),
+    ) -> Result<ExpertsPlan> {
+        let tiles = routing.tiles(rows);
+        // Ring stages, as in `kernels/linear/experts.cu`.
+        let (kernel, stages) = match tiles.pairs {
+            8 => (kernels[0], 6),
+            16 => (kernels[1], 4),
+            32 => (kernels[2], 3),
+            _ => (kernels[3], 3),
+        };
+        if tiles.most > MOST_TILES {
+            bail!(
+                Unsupported,
+                "{rows} rows have {} tiles of experts; a launch takes {MOST_TILES}",
+                tiles.most
+            );
+        }
+        let grid = [features.div_ceil(of_cta) as u32, tiles.most as u32, 1];
+        let launch = Launch {
+            shared: (stages * (2 * WARPS * CHUNK_BYTES + tiles.pairs * CHUNK_K * 2)) as u32,
+            ..Launch::new(grid, 32 * WARPS as u32)
+        };
+        Ok(ExpertsPlan {
+            planned: launch.of(kernel),
+            rows,
+            features,
+        })
+    }
+
+    /// Fails for other products than those that it was made for.
+    fn check(&self, kernels: [Products; 4], features: usize) -> Result<()> {
+        if self.features != features || !kernels.contains(&self.planned.kernel) {
+            bail!(
+                Internal,
+                "products planned as {self} of {} features, for {kernels:?} and {features} features",
+                self.features
+            );
+        }
+        Ok(())
+    }
 }
 
 fn check_table(table: &ExpertTable, routing: &Routing) -> Result<()> {
@@ -306,17 +369,18 @@ pub enum ExpertUnit {
     ReluSquared,
 }
 
-/// Gate and up projections, or up alone, and the unit of each row's experts, from f16 rows `x` `[rows, hidden]`. The result, divided by
-/// `divisor` so that f16 holds it, stays in scratch for [`experts_down`].
+/// Gate and up projections, or up alone, and the unit of each row's experts, from f16 rows `x` `[rows, hidden]`, by
+/// [`ExpertsPlan::gate_up`]. The result, divided by `divisor` so that f16 holds it, stays in scratch for [`experts_down`].
 pub fn experts_gate_up(
     gpu: &Gpu,
     routing: &Routing,
     table: &ExpertTable,
     x: &DeviceBuffer,
-    rows: usize,
+    plan: &ExpertsPlan,
     (unit, divisor): (ExpertUnit, u32),
     scratch: &ExpertScratch,
 ) -> Result<()> {
+    let rows = plan.rows;
     check_table(table, routing)?;
     scratch.check(routing, rows)?;
     let gated = match (unit, table.has_gates) {
@@ -325,6 +389,7 @@ pub fn experts_gate_up(
         (unit, has_gates) => bail!(Internal, "{unit:?} for experts with gates: {has_gates}"),
     };
     let (n, k) = (table.up.rows, table.up.cols);
+    plan.check(Products::gate_up(table.has_gates), n)?;
     x.holds("activations", &[rows, k, 2])?;
     let pairs = rows * routing.per_token;
     scratch
@@ -342,27 +407,24 @@ pub fn experts_gate_up(
         out_scale: 1.0 / divisor as f32,
         gating: gated.unwrap_or(NO_UNIT).argument(),
     };
-    use Products::{Glu8, Glu16, Glu32, Glu64, Relu8, Relu16, Relu32, Relu64};
-    // With a gate, half of the features that a CTA multiplies are of the gate.
-    let (kernels, features) = match gated {
-        Some(_) => ([Glu8, Glu16, Glu32, Glu64], CHUNK_ROWS * WARPS),
-        None => ([Relu8, Relu16, Relu32, Relu64], 2 * CHUNK_ROWS * WARPS),
-    };
-    products(gpu, routing, rows, kernels, features, &arguments)
+    // SAFETY: sizes were checked, and the table keeps the weights.
+    unsafe { plan.planned.run(gpu, &arguments) }
 }
 
-/// Down projections of the experts, from the result of [`experts_gate_up`], which was divided by `divisor`.
+/// Down projections of the experts, from the result of [`experts_gate_up`], which was divided by `divisor`, by [`ExpertsPlan::down`].
 pub fn experts_down(
     gpu: &Gpu,
     routing: &Routing,
     table: &ExpertTable,
-    rows: usize,
+    plan: &ExpertsPlan,
     divisor: f32,
     scratch: &ExpertScratch,
 ) -> Result<()> {
+    let rows = plan.rows;
     check_table(table, routing)?;
     scratch.check(routing, rows)?;
     let (n, k) = (table.up.cols, table.up.rows);
+    plan.check(Products::PLAIN, n)?;
     let pairs = rows * routing.per_token;
     scratch
         .inner
@@ -380,8 +442,6 @@ pub fn experts_down(
         out_scale: 1.0,
         gating: NO_UNIT.argument(),
     };
-    let features = 2 * CHUNK_ROWS * WARPS;
-    use Products::{Plain8, Plain16, Plain32, Plain64};
-    let kernels = [Plain8, Plain16, Plain32, Plain64];
-    products(gpu, routing, rows, kernels, features, &arguments)
+    // SAFETY: sizes were checked, and the table keeps the weights.
+    unsafe { plan.planned.run(gpu, &arguments) }
 }

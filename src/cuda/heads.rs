@@ -122,6 +122,21 @@ pub fn attention_units(dim: usize, rotary_dim: usize, is_limited: bool, kv: KvTy
     ]
 }
 
+/// The heads of an attention layer, as the plan of decode steps takes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeShape {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of a head.
+    pub dim: usize,
+    /// The decode unit of [`attention_units`].
+    pub unit: Unit,
+    /// Element type of the cache.
+    pub kv: KvType,
+}
+
 impl Heads<'_> {
     /// Fails for shapes without a kernel.
     pub fn check(&self) -> Result<()> {
@@ -240,6 +255,24 @@ impl Heads<'_> {
 
     fn is_limited(&self) -> bool {
         is_limited(&self.shape, self.sinks.is_some(), self.value_norm, self.row)
+    }
+
+    /// The heads as the plan of decode steps takes them, for a cache of this type.
+    pub fn decode_shape(&self, kv: KvType) -> DecodeShape {
+        let AttentionShape {
+            heads,
+            kv_heads,
+            dim,
+            ..
+        } = self.shape;
+        let [unit, ..] = self.units(kv);
+        DecodeShape {
+            heads,
+            kv_heads,
+            dim,
+            unit,
+            kv,
+        }
     }
 
     /// The decode, prefill and store units for a cache of this type.

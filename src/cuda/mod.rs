@@ -45,8 +45,8 @@ pub use adapter::{
     AdapterTable, AdapterTiles, adapted_glu, expand, expand_norm, shrink,
 };
 pub use attention::{
-    SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored, fixed_attention_units, prefill,
-    store, store_rows,
+    DecodePlan, SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored,
+    fixed_attention_units, prefill, store, store_rows,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{
@@ -65,10 +65,12 @@ pub use elementwise::{
 };
 pub use expert_sums::{BesideExperts, SharedExpert, sum_experts, sum_experts_beside};
 pub use experts::{
-    ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, experts_down, experts_gate_up,
+    ExpertMatrices, ExpertScratch, ExpertTable, ExpertUnit, ExpertsPlan, experts_down,
+    experts_gate_up,
 };
 pub use heads::{
-    CachedPages, F8_HEADS, Heads, KvShape, PAGE, RowHeads, attention_units, has_kernels, is_limited,
+    CachedPages, DecodeShape, F8_HEADS, Heads, KvShape, PAGE, RowHeads, attention_units,
+    has_kernels, is_limited,
 };
 pub use linear::{
     Activation, AdaptedRows, AdapterDivision, Biased, FusedNorm, GatedUnit, GemmPlan, Glu,
@@ -90,7 +92,7 @@ pub use recurrent::{
 pub use registry::compile_source;
 pub use registry::{argument_bytes, compile, have_kernels};
 pub use report::{Details, DeviceReport, Presence, Report, report};
-pub use router::{RouterVectors, route, router_logits};
+pub use router::{RoutePlan, RouterVectors, route, router_logits};
 pub use routing::Routing;
 pub use row_norms::row_norms;
 pub use rows::{FloatRows, scaled_rows};

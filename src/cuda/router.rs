@@ -1,10 +1,12 @@
 //! Routes the rows of a mixture to their experts: the logits of the router, the choice, and the order of pairs of a row and an expert.
 
-use super::driver::{DeviceBuffer, Gpu, Launch, int};
+use std::fmt;
+
+use super::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
 use super::experts::ExpertScratch;
 use super::kernel::kernels;
 use super::linear::Biased;
-use super::routing::Routing;
+use super::routing::{ExpertTiles, Routing};
 use crate::base::Result;
 use crate::base::error::bail;
 
@@ -77,31 +79,67 @@ pub fn router_logits<'a>(
     }
 }
 
-/// Routes rows by the logits in [`router_logits`], and cuts their expert pairs into tiles. If a logit is not finite, `unfit`, a u32 a row,
-/// becomes 1 + `layer` unless it is set already.
+/// How rows are routed: by one kernel if they are few, else by one that routes and one that sorts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RoutePlan {
+    first: Planned<Route>,
+    second: Option<Planned<Route>>,
+    rows: usize,
+    tiles: ExpertTiles,
+}
+
+impl fmt::Display for RoutePlan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.first.fmt(f)?;
+        if let Some(second) = &self.second {
+            write!(f, "; {second}")?;
+        }
+        write!(f, ", tiles of {} pairs", self.tiles.pairs)
+    }
+}
+
+impl RoutePlan {
+    /// How `rows` rows are routed.
+    pub fn choose(routing: &Routing, rows: usize) -> RoutePlan {
+        let planned = |blocks: usize, threads: u32, kernel: Route| {
+            Launch::new([blocks as u32, 1, 1], threads).of(kernel)
+        };
+        let is_few = rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS;
+        let (first, second) = match is_few {
+            true => (planned(1, 32 * FEW_ROWS as u32, Route::Few), None),
+            false => (
+                planned(rows.div_ceil(4), 128, Route::Rows),
+                Some(planned(routing.experts, 512, Route::Group)),
+            ),
+        };
+        RoutePlan {
+            first,
+            second,
+            rows,
+            tiles: routing.tiles(rows),
+        }
+    }
+}
+
+/// Routes the rows of `plan` by the logits in [`router_logits`], and cuts their expert pairs into tiles. If a logit is not finite, `unfit`, a
+/// u32 a row, becomes 1 + `layer` unless it is set already.
 pub fn route(
     gpu: &Gpu,
     routing: &Routing,
     vectors: RouterVectors<'_>,
-    rows: usize,
+    plan: &RoutePlan,
     scratch: &ExpertScratch,
     (unfit, layer): (&DeviceBuffer, usize),
 ) -> Result<()> {
-    scratch.check(routing, rows)?;
-    unfit.holds("rows that cannot be routed", &[rows, 4])?;
+    scratch.check(routing, plan.rows)?;
+    unfit.holds("rows that cannot be routed", &[plan.rows, 4])?;
     check_vectors(routing, vectors)?;
-    let arguments = arguments(routing, vectors, rows, scratch, (unfit, layer))?;
-    let is_few = rows <= FEW_ROWS && rows * routing.per_token <= FEW_PAIRS;
-    let launch = |blocks: usize, threads: u32, kernel: Route| {
-        let launch = Launch::new([blocks as u32, 1, 1], threads);
+    let arguments = arguments(routing, vectors, plan, scratch, (unfit, layer))?;
+    for planned in [Some(plan.first), plan.second].into_iter().flatten() {
         // SAFETY: sizes were checked.
-        unsafe { launch.of(kernel).run(gpu, &arguments) }
-    };
-    if is_few {
-        return launch(1, 32 * FEW_ROWS as u32, Route::Few);
+        unsafe { planned.run(gpu, &arguments)? };
     }
-    launch(rows.div_ceil(4), 128, Route::Rows)?;
-    launch(routing.experts, 512, Route::Group)
+    Ok(())
 }
 
 /// Refuses vectors of other sizes than the rule's, and a correction without sigmoids or sigmoids without one.
@@ -123,7 +161,7 @@ fn check_vectors(routing: &Routing, vectors: RouterVectors<'_>) -> Result<()> {
 fn arguments(
     routing: &Routing,
     vectors: RouterVectors<'_>,
-    rows: usize,
+    plan: &RoutePlan,
     scratch: &ExpertScratch,
     (unfit, layer): (&DeviceBuffer, usize),
 ) -> Result<RouteArguments> {
@@ -140,13 +178,13 @@ fn arguments(
         scale: routing.sigmoid.map_or(1.0, |sigmoid| sigmoid.scale),
         groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.groups) as i32,
         top_groups: routing.sigmoid.map_or(1, |sigmoid| sigmoid.top_groups) as i32,
-        rows: int("rows", rows)?,
+        rows: int("rows", plan.rows)?,
         stride: (routing.experts + 1) as i32,
         experts: routing.experts as i32,
         per_token: routing.per_token as i32,
         normalized: routing.normalized.into(),
-        tile_pairs: routing.tile_pairs(rows) as i32,
-        max_tiles: int("tiles", routing.most_tiles(rows))?,
+        tile_pairs: plan.tiles.pairs as i32,
+        max_tiles: int("tiles", plan.tiles.most)?,
         layer: int("the layer", layer)?,
     })
 }

@@ -13,6 +13,15 @@ const MOST_GROUPS: usize = 32;
 /// Smallest and largest tile that have kernels, in pairs of a row and an expert.
 const TILE_PAIRS: [usize; 2] = [8, 64];
 
+/// The tiles into which the pairs of a row and an expert are cut, each of one expert.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ExpertTiles {
+    /// Pairs of a tile.
+    pub(super) pairs: usize,
+    /// Upper limit of tiles.
+    pub(super) most: usize,
+}
+
 /// Routing rule: the experts with the best scores. Scores are the softmax over the logits of all experts, or sigmoids.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Routing {
@@ -54,17 +63,16 @@ impl Routing {
         Ok(())
     }
 
-    /// Pairs per tile: about as many as one expert gets of `rows` rows.
-    pub(super) fn tile_pairs(&self, rows: usize) -> usize {
-        let of_expert = (rows * self.per_token).div_ceil(self.experts);
+    /// The tiles of `rows` rows, whose pairs are about as many as one expert gets.
+    pub(super) fn tiles(&self, rows: usize) -> ExpertTiles {
+        let all = rows * self.per_token;
         let [least, most] = TILE_PAIRS;
-        of_expert.next_power_of_two().clamp(least, most)
-    }
-
-    /// Upper limit of tiles for `rows` rows.
-    pub(super) fn most_tiles(&self, rows: usize) -> usize {
-        let pairs = rows * self.per_token;
-        pairs / self.tile_pairs(rows) + pairs.min(self.experts)
+        let of_expert = all.div_ceil(self.experts);
+        let pairs = of_expert.next_power_of_two().clamp(least, most);
+        ExpertTiles {
+            pairs,
+            most: all / pairs + all.min(self.experts),
+        }
     }
 
     /// Upper limit of tiles for up to `rows` rows. Fewer rows may have more tiles, because their tiles are smaller.
@@ -89,16 +97,16 @@ mod tests {
                 sigmoid: None,
             };
             for rows in [1, 2, 7, 33, 256, 1000, 4096] {
-                let (pairs, tile) = (rows * per_token, routing.tile_pairs(rows));
-                assert!((8..=64).contains(&tile));
+                let (pairs, tiles) = (rows * per_token, routing.tiles(rows));
+                assert!((8..=64).contains(&tiles.pairs));
                 let same = vec![rows; per_token];
                 let even: Vec<usize> = (0..experts).map(|e| (pairs + e) / experts).collect();
                 let mut skewed = vec![1; pairs.min(experts)];
                 skewed[0] += pairs - skewed.len();
                 for counts in [same, even, skewed] {
                     assert_eq!(counts.iter().sum::<usize>(), pairs);
-                    let tiles: usize = counts.iter().map(|n| n.div_ceil(tile)).sum();
-                    assert!(tiles <= routing.most_tiles(rows), "{routing:?} {rows}");
+                    let needed: usize = counts.iter().map(|n| n.div_ceil(tiles.pairs)).sum();
+                    assert!(needed <= tiles.most, "{routing:?} {rows}");
                 }
             }
         }

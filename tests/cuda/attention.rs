@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, CachedPages, DeviceBuffer, Gpu, Heads, KvShape, Layout, PAGE, RowHeads, SplitKv,
-    SplitKvWorkspace, Unit,
+    self, CachedPages, DecodePlan, DeviceBuffer, Gpu, Hardware, Heads, KvShape, Layout, PAGE,
+    RowHeads, SplitKv, SplitKvWorkspace, Unit,
 };
 
 use NVFP4::base::ErrorKind;
@@ -323,6 +323,12 @@ fn divisions(gpu: &Gpu, h: &Heads<'_>, kv: KvType) -> impl Iterator<Item = Split
     splits.into_iter().chain(cluster).chain([fixed])
 }
 
+/// A decode step of `sequences` sequences with a division.
+fn plan(gpu: &Gpu, h: &Heads<'_>, kv: KvType, sequences: usize, division: SplitKv) -> DecodePlan {
+    let hardware = Hardware::of(gpu).unwrap();
+    DecodePlan::divided(&hardware, h.decode_shape(kv), sequences, division).unwrap()
+}
+
 /// A sequence whose rows a cache of the device takes.
 struct Cached<'a> {
     gpu: &'a Arc<Gpu>,
@@ -421,10 +427,8 @@ impl Cached<'_> {
         for division in divisions(gpu, h, s.kv) {
             let out = poisoned(gpu, width * 2);
             let layout = Layout::RowMajor;
-            cuda::decode(
-                gpu, h, pages, &new, &positions, 1, division, &rows, &out, layout,
-            )
-            .unwrap();
+            let plan = plan(gpu, h, s.kv, 1, division);
+            cuda::decode(gpu, h, pages, &new, &positions, &plan, &rows, &out, layout).unwrap();
             let what = format!("{}, {division:?}", self.what("decode"));
             assert_close(&read_f16(&out, width), &want, ATTENTION, &what);
         }
@@ -688,8 +692,9 @@ fn attention_of_several_sequences_agrees_with_f64() {
         for division in divisions(&gpu, &h, kv) {
             let out = poisoned(&gpu, count * width * 2);
             let layout = Layout::RowMajor;
+            let plan = plan(&gpu, &h, kv, count, division);
             cuda::decode(
-                &gpu, &h, &pages, new, positions, count, division, &workspace, &out, layout,
+                &gpu, &h, &pages, new, positions, &plan, &workspace, &out, layout,
             )
             .unwrap();
             let got = read_f16(&out, count * width);

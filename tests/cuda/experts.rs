@@ -5,8 +5,8 @@ use std::sync::Arc;
 use NVFP4::base::ErrorKind;
 use NVFP4::cuda::{
     self, Activation, BesideExperts, DeviceBuffer, ExpertMatrices, ExpertScratch, ExpertTable,
-    ExpertUnit, GatedUnit, Gpu, Hardware, Input, Layout, LinearScratch, NextNorm, Output,
-    RouterVectors, Routing, SharedExpert,
+    ExpertUnit, ExpertsPlan, GatedUnit, Gpu, Hardware, Input, Layout, LinearScratch, NextNorm,
+    Output, RoutePlan, RouterVectors, Routing, SharedExpert,
 };
 use NVFP4::tensor::SigmoidScoring;
 
@@ -217,14 +217,20 @@ impl<'a> Mixture<'a> {
                 correction: self.routing.sigmoid.map(|_| &correction),
                 factors: (self.kind == Kind::Gemma4).then_some(&factors),
             },
-            rows,
+            &RoutePlan::choose(&self.routing, rows),
             scratch,
             (unfit, 5),
         )
         .unwrap();
         let unit = (unit, DIVISOR);
-        cuda::experts_gate_up(gpu, &self.routing, &table, x, rows, unit, scratch).unwrap();
-        cuda::experts_down(gpu, &self.routing, &table, rows, DIVISOR as f32, scratch).unwrap();
+        let (up, gated) = (projections[0].up.0.shape(), projections[0].gate.is_some());
+        let plan = ExpertsPlan::gate_up(&self.routing, rows, up, gated).unwrap();
+        cuda::experts_gate_up(gpu, &self.routing, &table, x, &plan, unit, scratch).unwrap();
+        let (plan, divisor) = (
+            ExpertsPlan::down(&self.routing, rows, up).unwrap(),
+            DIVISOR as f32,
+        );
+        cuda::experts_down(gpu, &self.routing, &table, &plan, divisor, scratch).unwrap();
     }
 
     /// The experts that a row goes to, and their weights.

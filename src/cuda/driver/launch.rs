@@ -15,7 +15,7 @@ use crate::base::error::err;
 const DEFAULT_SHARED: u32 = 48 << 10;
 
 /// The shape of a kernel launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::cuda) struct Launch {
     pub(in crate::cuda) grid: [u32; 3],
     pub(in crate::cuda) block: [u32; 3],
@@ -108,7 +108,7 @@ impl Launch {
 }
 
 /// A kernel, and the shape in which it is launched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::cuda) struct Planned<K> {
     pub(in crate::cuda) kernel: K,
     pub(in crate::cuda) launch: Launch,

@@ -1,11 +1,11 @@
-//! Properties of a device by which GEMM kernels are chosen.
+//! Properties of a device by which kernels are chosen.
 
 use super::limits::TILED;
 use super::tiles::{MOST_SPLIT_K, TileKernel, Tiles};
 use crate::base::Result;
 use crate::cuda::driver::{Attached, Gpu};
 
-/// Properties of a device by which GEMM kernels are chosen, and whether the choice may depend on the number of rows.
+/// Properties of a device by which kernels of GEMMs and of attention are chosen, and whether the choice may depend on the number of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hardware {
     /// Compute capability, major and minor.

@@ -28,16 +28,18 @@ impl<'a> FusedPass<'a> {
             model, hardware, ..
         } = self.lowered;
         let (own, rows) = (model.own_blocks(), self.rows);
+        let decodes = self.attention.decodes;
         // CTAs of few rows wait for each other, which those of another process might keep from running.
         let serves = rows > cuda::SKINNY_ROWS || !self.lowered.gpu.is_shared();
         if let Some(adapted) = self.adapted.filter(|_| serves) {
             let which = (adapted.adapts, adapted.division());
-            let steps = plan::adapted::of_rows(model, own.clone(), rows, kind, which, hardware)?;
+            let steps =
+                plan::adapted::of_rows(model, own.clone(), rows, kind, which, decodes, hardware)?;
             if let Some(steps) = steps {
                 return Ok(steps);
             }
         }
-        plan::plan(model, own, rows, kind, self.adapts(), hardware)
+        plan::plan(model, own, rows, kind, self.adapts(), decodes, hardware)
     }
 
     /// The GEMM of a part, before a norm if one is fused into it. It adds the products of the rows' adapters if it was planned for that.

@@ -188,7 +188,7 @@ impl Executor {
         let key = GraphKey {
             rows: pass.rows,
             kv: source.kv.kind(),
-            splits: self.splits(source, pass.rows, pass.last + pass.done),
+            decodes: self.decodes(source, pass.rows, pass.last + pass.done)?,
             selection: Some(pass.selection),
             long: pass.long,
             adapted: None,
@@ -214,8 +214,7 @@ impl Executor {
             rows: key.rows,
             segments: 0,
             attention: Attention {
-                singles: key.rows,
-                splits: &key.splits,
+                decodes: &key.decodes,
                 chunks: &[],
             },
             adapted: None,
@@ -223,7 +222,7 @@ impl Executor {
             hands_on: true,
             copies: true,
         };
-        let steps = plan::draft(&lowered.model, key.rows, &lowered.hardware)?;
+        let steps = plan::draft(&lowered.model, key.rows, &key.decodes, &lowered.hardware)?;
         steps.iter().try_for_each(|step| pass.enqueue(step))?;
         self.select(key, memory, &memory.drafter()?.guesses)
     }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::row_adapters::AdaptedPass;
 use crate::base::Result;
-use crate::cuda::{Graph, SplitKv};
+use crate::cuda::{DecodePlan, Graph};
 use crate::tensor::KvType;
 
 /// Numbers of rows that steps are recorded for. A step of fewer sequences has rows that nobody reads.
@@ -61,7 +61,7 @@ pub(super) struct GraphKey {
     /// Element type of the cache, whose address is recorded too.
     pub(super) kv: KvType,
     /// Indexed like [`Sizes::attentions`](super::sizes::Sizes::attentions).
-    pub(super) splits: Vec<SplitKv>,
+    pub(super) decodes: Vec<DecodePlan>,
     /// `None` for a pass that ends with logits, from which tokens are chosen afterwards.
     pub(super) selection: Option<Selection>,
     /// Whether the long RoPE table applies.

@@ -6,7 +6,7 @@ use super::embedding::HostTables;
 use super::memory::Memory;
 use super::operands::{Mixture, glu_divisor, matrix, mixture, of_linear, shape};
 use super::shapes::{BlockShape, ModelShape};
-use super::sizes::Sizes;
+use super::sizes::{Sizes, attentions};
 use super::supported::check_supported;
 use crate::base::Result;
 use crate::base::error::{bail, err};
@@ -215,7 +215,9 @@ impl Lowered {
         let pairs = source.blocks();
         let mixtures = pairs.clone().map(|pair| mixture(gpu, pair));
         let mixtures = mixtures.collect::<Result<_>>()?;
-        let blocks: Vec<BlockShape> = pairs.clone().map(shape).collect::<Result<_>>()?;
+        let attentions = attentions(spec);
+        let blocks = pairs.clone().map(|pair| shape(pair, &attentions));
+        let blocks: Vec<BlockShape> = blocks.collect::<Result<_>>()?;
         let layer_inputs = weights
             .per_layer
             .as_ref()

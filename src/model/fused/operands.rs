@@ -10,7 +10,7 @@ use crate::base::memory::Tag;
 use crate::cuda::{
     self, Biased, DeviceBuffer, DeviceSlice, ExpertMatrices, ExpertTable, Gpu, Matrix, Routing,
 };
-use crate::model::spec::{BlockSpec, QkNorm, Scoring};
+use crate::model::spec::{AttentionSpec, BlockSpec, ExpertsSpec, QkNorm, Scoring};
 use crate::model::weights::{Block, DenseMlp, Experts, Mixer, Mlp, Projection};
 use crate::ops::Array;
 use crate::ops::linear::Linear;
@@ -62,18 +62,30 @@ fn dense_shape(mlp: &DenseMlp) -> Result<DenseShape> {
     })
 }
 
-pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape> {
+/// The shape of a block of a model with these attention specs.
+pub(super) fn shape(
+    (weights, spec): (&Block, &BlockSpec),
+    attentions: &[AttentionSpec],
+) -> Result<BlockShape> {
     let shape = |p: &Projection| Ok(matrix(p)?.shape());
     let of_all_rows = weights.mlp.of_all_rows().map(dense_shape).transpose()?;
     let mismatched = || err!(Internal, "a gated delta net in a block whose spec has none");
-    let gated = spec.mlp.mixture().is_some_and(|spec| spec.expert.gated);
+    let kind = |attention: &AttentionSpec| {
+        let place = attentions.iter().position(|a| a == attention);
+        place.ok_or_else(|| err!(Internal, "attention that is not among the model's"))
+    };
     let routed = |experts: &Experts| -> Result<RoutedShape> {
+        let (Some(spec), Some(first)) = (spec.mlp.mixture(), experts.experts.first()) else {
+            bail!(Internal, "experts in a block whose spec has none");
+        };
         let gate = experts.shared.as_ref().and_then(|(_, gate)| gate.as_ref());
         let gate = gate.map(|gate| Ok(of_linear(gate)?.shape()));
         let router = shape(&experts.router);
         Ok(RoutedShape {
             router: std::iter::once(router).chain(gate).collect::<Result<_>>()?,
-            gated,
+            gated: spec.expert.gated,
+            routing: routing(spec),
+            up: shape(&first.up)?,
         })
     };
     Ok(BlockShape {
@@ -84,6 +96,7 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
                 gate: attention.gate.as_ref().map(shape).transpose()?,
                 o: shape(&attention.o)?,
                 normed: spec.required_attention()?.qk_norm == QkNorm::Projections,
+                kind: kind(spec.required_attention()?)?,
             },
             Mixer::GatedDelta(delta) => MixerShape::GatedDelta {
                 heads: spec.gated_delta().ok_or_else(mismatched)?.shape,
@@ -120,14 +133,9 @@ pub(super) fn shape((weights, spec): (&Block, &BlockSpec)) -> Result<BlockShape>
     })
 }
 
-pub(super) fn mixture(
-    gpu: &Arc<Gpu>,
-    (weights, spec): (&Block, &BlockSpec),
-) -> Result<Option<Mixture>> {
-    let (Some(weights), Some(spec)) = (weights.mlp.mixture(), spec.mlp.mixture()) else {
-        return Ok(None);
-    };
-    let routing = Routing {
+/// The rule by which a mixture routes.
+fn routing(spec: &ExpertsSpec) -> Routing {
+    Routing {
         experts: spec.count,
         per_token: spec.per_token,
         normalized: spec.normalized,
@@ -135,7 +143,17 @@ pub(super) fn mixture(
             Scoring::Softmax => None,
             Scoring::Sigmoid(scoring) => Some(scoring),
         },
+    }
+}
+
+pub(super) fn mixture(
+    gpu: &Arc<Gpu>,
+    (weights, spec): (&Block, &BlockSpec),
+) -> Result<Option<Mixture>> {
+    let (Some(weights), Some(spec)) = (weights.mlp.mixture(), spec.mlp.mixture()) else {
+        return Ok(None);
     };
+    let routing = routing(spec);
     routing.check()?;
     let experts = weights.experts.iter().map(|mlp| {
         Ok(ExpertMatrices {

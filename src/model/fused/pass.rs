@@ -11,9 +11,9 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
-    self, BesideExperts, Biased, CachedPages, DeviceBuffer, DeviceSlice, ExpertScratch, ExpertUnit,
-    FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NextRows, NormalizedRows,
-    NormedAddend, Output, ResidualRow, RouterVectors, SharedExpert, SplitKv, SplitKvWorkspace,
+    self, BesideExperts, Biased, CachedPages, DecodePlan, DeviceBuffer, DeviceSlice, ExpertScratch,
+    ExpertUnit, FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NextRows, NormalizedRows,
+    NormedAddend, Output, ResidualRow, RoutePlan, RouterVectors, SharedExpert, SplitKvWorkspace,
     StreamRows,
 };
 use crate::model::adapter::{AdaptedPart, Adapts};
@@ -34,10 +34,9 @@ pub(super) struct ChunkRows {
 /// The sequences of the rows: first single tokens, one of each sequence, then prefill chunks.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Attention<'a> {
-    /// Number of single tokens. They have the first rows of the page table and of the positions in memory.
-    pub(super) singles: usize,
-    /// The split-KV of single tokens, indexed like [`Sizes::attentions`](super::sizes::Sizes::attentions).
-    pub(super) splits: &'a [SplitKv],
+    /// How single tokens attend, indexed like [`Sizes::attentions`](super::sizes::Sizes::attentions); empty without any. They have the first
+    /// rows of the page table and of the positions in memory.
+    pub(super) decodes: &'a [DecodePlan],
     pub(super) chunks: &'a [ChunkRows],
 }
 
@@ -48,8 +47,7 @@ type DecodeLauncher = fn(
     &CachedPages<'_>,
     &DeviceBuffer,
     &DeviceBuffer,
-    usize,
-    SplitKv,
+    &DecodePlan,
     &SplitKvWorkspace,
     &DeviceBuffer,
     Layout,
@@ -129,8 +127,8 @@ impl<'a> FusedPass<'a> {
             | Kernel::StoreRows { .. }
             | Kernel::DecodeStored { .. }
             | Kernel::StoreKv
-            | Kernel::Prefill
-            | Kernel::AttendRows => self.attend(index, &step.kernel),
+            | Kernel::Prefill { .. }
+            | Kernel::AttendRows { .. } => self.attend(index, &step.kernel),
             Kernel::HeadGate { input, gemm } => {
                 let attention = self.block(index)?.mixer.required_attention()?;
                 let (Some(gate), Some(out)) = (&attention.gate, &memory.head_gate) else {
@@ -216,8 +214,8 @@ impl<'a> FusedPass<'a> {
                 &memory.inner,
             ),
             Kernel::Router { gemm } => self.router(index, gemm),
-            Kernel::Route => self.route(index),
-            Kernel::ExpertsGateUp { gated } => {
+            Kernel::Route { plan } => self.route(index, plan),
+            Kernel::ExpertsGateUp { gated, plan } => {
                 let (Mixture { routing, table }, scratch) = self.mixture(index)?;
                 let Some(spec) = self.spec(index)?.mlp.mixture() else {
                     bail!(Internal, "block {index} has no experts");
@@ -228,12 +226,12 @@ impl<'a> FusedPass<'a> {
                 };
                 let unit = (unit, lowered.glu_divisors[index]);
                 let (gpu, x) = (&lowered.gpu, &memory.input);
-                cuda::experts_gate_up(gpu, routing, table, x, self.rows, unit, scratch)
+                cuda::experts_gate_up(gpu, routing, table, x, plan, unit, scratch)
             }
-            Kernel::ExpertsDown => {
+            Kernel::ExpertsDown { plan } => {
                 let (Mixture { routing, table }, scratch) = self.mixture(index)?;
                 let divisor = lowered.glu_divisors[index] as f32;
-                cuda::experts_down(&lowered.gpu, routing, table, self.rows, divisor, scratch)
+                cuda::experts_down(&lowered.gpu, routing, table, plan, divisor, scratch)
             }
             Kernel::SumExperts { next } => self.sum_experts(index, *next),
             Kernel::SumBeside { scales, next } => self.sum_beside(index, *scales, *next),
@@ -320,7 +318,7 @@ impl<'a> FusedPass<'a> {
         self.linear(gemm, input, &matrices, Output::F32, out, stride)
     }
 
-    fn route(&self, index: usize) -> Result<()> {
+    fn route(&self, index: usize, plan: &RoutePlan) -> Result<()> {
         let memory = self.memory;
         let unroutable = match self.through {
             Through::Model => &memory.unroutable,
@@ -338,7 +336,7 @@ impl<'a> FusedPass<'a> {
             &self.lowered.gpu,
             &mixture.routing,
             vectors,
-            self.rows,
+            plan,
             scratch,
             (unroutable, index),
         )
@@ -439,15 +437,13 @@ impl<'a> FusedPass<'a> {
         let (gpu, memory) = (&self.lowered.gpu, self.memory);
         let heads = self.lowered.heads(self.source, index, self.long)?;
         let pages = |sequence| self.cached_pages(index, sequence);
-        let Attention {
-            singles, chunks, ..
-        } = self.attention;
+        let chunks = self.attention.chunks;
         match kernel {
-            Kernel::Decode { layout } => {
-                self.decode(index, &heads, &pages(0)?, *layout, cuda::decode)
+            Kernel::Decode { layout, plan } => {
+                self.decode(&heads, &pages(0)?, plan, *layout, cuda::decode)
             }
-            Kernel::DecodeStored { layout } => {
-                self.decode(index, &heads, &pages(0)?, *layout, cuda::decode_stored)
+            Kernel::DecodeStored { layout, plan } => {
+                self.decode(&heads, &pages(0)?, plan, *layout, cuda::decode_stored)
             }
             Kernel::StoreRows { before } => {
                 let (qkv, positions) = (&memory.projected, &memory.positions);
@@ -459,9 +455,9 @@ impl<'a> FusedPass<'a> {
                 let pages = pages(chunk.sequence)?;
                 cuda::store(gpu, &heads, &pages, qkv, at, rows, chunk.first, q)
             }),
-            Kernel::Prefill => {
-                if singles > 0 {
-                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor, cuda::decode)?;
+            Kernel::Prefill { singles } => {
+                if let Some(plan) = singles {
+                    self.decode(&heads, &pages(0)?, plan, Layout::RowMajor, cuda::decode)?;
                 }
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
@@ -470,9 +466,9 @@ impl<'a> FusedPass<'a> {
                     cuda::prefill(gpu, &heads, &pages, q, at, rows, chunk.first, out)
                 })
             }
-            Kernel::AttendRows => {
-                if singles > 0 {
-                    self.decode(index, &heads, &pages(0)?, Layout::RowMajor, cuda::decode)?;
+            Kernel::AttendRows { singles } => {
+                if let Some(plan) = singles {
+                    self.decode(&heads, &pages(0)?, plan, Layout::RowMajor, cuda::decode)?;
                 }
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
@@ -491,25 +487,20 @@ impl<'a> FusedPass<'a> {
     /// Computes attention of single tokens by `launch`, which is [`cuda::decode`] or [`cuda::decode_stored`].
     fn decode(
         &self,
-        index: usize,
         heads: &Heads<'_>,
         pages: &CachedPages<'_>,
+        plan: &DecodePlan,
         layout: Layout,
         launch: DecodeLauncher,
     ) -> Result<()> {
-        let spec = self.spec(index)?.required_attention()?;
         let memory = self.memory;
-        let Attention {
-            singles, splits, ..
-        } = self.attention;
         launch(
             &self.lowered.gpu,
             heads,
             pages,
             &memory.projected,
             &memory.positions,
-            singles,
-            splits[self.lowered.sizes.attention_index(spec)],
+            plan,
             &memory.splits,
             &memory.input,
             layout,

@@ -9,8 +9,11 @@ use std::ops::Range;
 
 use super::shapes::{BlockShape, DenseShape, MixerShape, MlpShape, ModelShape, RoutedShape};
 use crate::base::Result;
-use crate::base::error::bail;
-use crate::cuda::{self, GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output};
+use crate::base::error::{bail, err};
+use crate::cuda::{
+    self, DecodePlan, ExpertsPlan, GemmPlan, Glu, Hardware, InputForm, Layout, MatrixShape, Output,
+    RoutePlan,
+};
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
 use crate::model::spec::{Activation, NormPlacement};
@@ -111,18 +114,18 @@ pub(super) enum Kernel {
     /// Normalizes the queries together, and the keys.
     NormProjections,
     /// Normalizes and rotates heads, stores keys and values, and computes attention, for one token of each of several sequences.
-    Decode { layout: Layout },
+    Decode { layout: Layout, plan: DecodePlan },
     /// Normalizes and rotates keys, and stores keys and values, for a row of each of several sequences, or for several rows of each whose
     /// blocks are listed for each row. With `before`, at the position before each row's.
     StoreRows { before: bool },
     /// Normalizes and rotates heads, and computes attention, for rows whose keys and values [`Kernel::StoreRows`] has stored.
-    DecodeStored { layout: Layout },
+    DecodeStored { layout: Layout, plan: DecodePlan },
     /// Normalizes and rotates heads, and stores keys and values, for rows of one sequence.
     StoreKv,
-    /// Attention of the queries rotated by [`Kernel::StoreKv`].
-    Prefill,
+    /// [`Kernel::Decode`] of the single tokens, if there are any, and attention of the queries rotated by [`Kernel::StoreKv`].
+    Prefill { singles: Option<DecodePlan> },
     /// As [`Kernel::Prefill`], each row with the bits that it has as a single token.
-    AttendRows,
+    AttendRows { singles: Option<DecodePlan> },
     /// The gate of attention, f32.
     HeadGate { input: Normed, gemm: GemmPlan },
     /// Multiplies the output of attention by the sigmoid of its gate.
@@ -189,11 +192,11 @@ pub(super) enum Kernel {
     /// Logits of each row's experts, and of the gate of the shared one, f32.
     Router { gemm: GemmPlan },
     /// Routes each row to its experts, and sorts rows by expert.
-    Route,
+    Route { plan: RoutePlan },
     /// Projections of the experts of each row, by gate and up or by up alone, with the activation.
-    ExpertsGateUp { gated: bool },
+    ExpertsGateUp { gated: bool, plan: ExpertsPlan },
     /// Down projections of the experts of each row.
-    ExpertsDown,
+    ExpertsDown { plan: ExpertsPlan },
     /// Adds the experts' outputs to the residual stream, and applies the next norm if it is known.
     SumExperts { next: Option<(Norm, Layout)> },
     /// Normalizes the sum of the experts' outputs and the output of the MLP beside them, and their sum, and adds it to the residual stream;
@@ -251,13 +254,15 @@ pub(super) struct PlannedKernel {
 }
 
 /// The kernels that take `rows` rows through the blocks `own` of a model, with the logits of all rows at the end unless they are
-/// [`Rows::Ragged`]. Adapters of some rows may change the parts `adapts`, whose norms and activations are separate kernels.
+/// [`Rows::Ragged`]. Adapters of some rows may change the parts `adapts`, whose norms and activations are separate kernels. `decodes` says how
+/// single tokens attend, by [`MixerShape::Attention`]'s `kind`; it is empty if there are none.
 pub(super) fn plan(
     model: &ModelShape,
     own: Range<usize>,
     rows: usize,
     kind: Rows,
     adapts: Adapts,
+    decodes: &[DecodePlan],
     hardware: &Hardware,
 ) -> Result<Vec<PlannedKernel>> {
     let (blocks, head) = (&model.blocks[..], model.head);
@@ -268,6 +273,7 @@ pub(super) fn plan(
         rows,
         kind,
         adapts,
+        decodes,
         hardware,
         steps: Vec::new(),
         known: None,
@@ -325,6 +331,8 @@ struct Planner<'a> {
     kind: Rows,
     /// Parts that adapters change.
     adapts: Adapts,
+    /// How single tokens attend, by the kind of attention.
+    decodes: &'a [DecodePlan],
     hardware: &'a Hardware,
     steps: Vec<PlannedKernel>,
     /// The norm that earlier kernels have already prepared, and where it is applied.
@@ -432,7 +440,8 @@ impl Planner<'_> {
                 gate,
                 o,
                 normed,
-            } => self.attention(block, layout, input, (qkv, gate, normed), o),
+                kind,
+            } => self.attention(block, layout, input, (qkv, gate, normed), kind, o),
             MixerShape::GatedDelta {
                 heads,
                 inputs,
@@ -507,6 +516,7 @@ impl Planner<'_> {
         layout: Layout,
         input: Normed,
         (qkv, gate, normed): (Vec<MatrixShape>, Option<MatrixShape>, bool),
+        kind: usize,
         o: MatrixShape,
     ) -> Result<()> {
         let gemm = self.gemm(&qkv, Output::F32, input.form())?;
@@ -525,14 +535,18 @@ impl Planner<'_> {
             }
             self.adapt(block, AdaptedPart::HeadGate, layout);
         }
+        let singles = self.decodes.get(kind).copied();
+        let plan = || singles.ok_or_else(|| err!(Internal, "no plan of attention {kind}"));
         let attended = match self.kind {
             Rows::Step => {
-                self.push(block, Kernel::Decode { layout });
+                let plan = plan()?;
+                self.push(block, Kernel::Decode { layout, plan });
                 layout
             }
             Rows::Verification => {
+                let plan = plan()?;
                 self.push(block, Kernel::StoreRows { before: false });
-                self.push(block, Kernel::DecodeStored { layout });
+                self.push(block, Kernel::DecodeStored { layout, plan });
                 layout
             }
             Rows::Ragged => {
@@ -540,8 +554,8 @@ impl Planner<'_> {
                 self.push(
                     block,
                     match self.hardware.deterministic {
-                        true => Kernel::AttendRows,
-                        false => Kernel::Prefill,
+                        true => Kernel::AttendRows { singles },
+                        false => Kernel::Prefill { singles },
                     },
                 );
                 Layout::RowMajor
@@ -561,7 +575,6 @@ impl Planner<'_> {
                 self.end(block, Half::Mlp, mlp.down, layout)
             }
             MlpShape::Experts { routed, shared } => {
-                let gated = routed.gated;
                 self.router(block, routed)?;
                 // Products of the shared expert need neither the router nor the choice.
                 let first = self.steps.len();
@@ -570,32 +583,29 @@ impl Planner<'_> {
                     None => None,
                 };
                 self.beside_predecessor(first);
-                self.push(block, Kernel::Route);
+                self.route(block, routed);
                 if let Some((mlp, layout)) = activated {
                     let first = self.steps.len();
                     self.project(block, Half::Mlp, mlp.down, layout, Then::Store)?;
                     self.beside_predecessor(first);
                 }
-                self.push(block, Kernel::ExpertsGateUp { gated });
-                self.push(block, Kernel::ExpertsDown);
+                self.experts(block, routed)?;
                 let part = Part::Half(Half::Mlp);
                 let next = self.normalized_next(self.next_norm(block, part));
                 self.push(block, Kernel::SumExperts { next });
                 Ok(())
             }
             MlpShape::DenseAndExperts { dense, routed } => {
-                let gated = routed.gated;
                 let layout = self.activated(block, dense, input)?;
                 self.project(block, Half::Mlp, dense.down, layout, Then::Store)?;
                 let layout = Layout::RowMajor;
                 let norm = Norm::Router(block);
                 self.push(block, Kernel::Normalize { norm, layout });
                 self.router(block, routed)?;
-                self.push(block, Kernel::Route);
+                self.route(block, routed);
                 let norm = Norm::Experts(block);
                 self.push(block, Kernel::Normalize { norm, layout });
-                self.push(block, Kernel::ExpertsGateUp { gated });
-                self.push(block, Kernel::ExpertsDown);
+                self.experts(block, routed)?;
                 let part = Part::Half(Half::Mlp);
                 let next = self.normalized_next(self.next_norm(block, part));
                 let scales = self.scales(block, part);
@@ -611,6 +621,25 @@ impl Planner<'_> {
         let form = InputForm::Plain(Layout::RowMajor);
         let gemm = self.gemm(&routed.router, Output::F32, form)?;
         self.push(block, Kernel::Router { gemm });
+        Ok(())
+    }
+
+    /// The choice of each row's experts.
+    fn route(&mut self, block: usize, routed: &RoutedShape) {
+        let plan = RoutePlan::choose(&routed.routing, self.rows);
+        self.push(block, Kernel::Route { plan });
+    }
+
+    /// The projections of routed experts.
+    fn experts(&mut self, block: usize, routed: &RoutedShape) -> Result<()> {
+        let RoutedShape {
+            gated, routing, up, ..
+        } = routed;
+        let plan = ExpertsPlan::gate_up(routing, self.rows, *up, *gated)?;
+        let gated = *gated;
+        self.push(block, Kernel::ExpertsGateUp { gated, plan });
+        let plan = ExpertsPlan::down(routing, self.rows, *up)?;
+        self.push(block, Kernel::ExpertsDown { plan });
         Ok(())
     }
 

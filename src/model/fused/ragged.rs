@@ -97,7 +97,10 @@ impl Executor {
         let positions: Vec<i32> = chunks[..singles].iter().map(|c| c.first as i32).collect();
         memory.positions.write(0, &positions)?;
         let last = chunks[..singles].iter().map(|chunk| chunk.first).max();
-        let splits = self.splits(source, singles, last.unwrap_or(0));
+        let decodes = match last {
+            Some(last) => self.decodes(source, singles, last)?,
+            None => Vec::new(),
+        };
         let mut row = singles;
         let prompts: Vec<ChunkRows> = chunks
             .iter()
@@ -121,8 +124,7 @@ impl Executor {
             rows,
             segments,
             attention: Attention {
-                singles,
-                splits: &splits,
+                decodes: &decodes,
                 chunks: &prompts,
             },
             adapted: adapters.map(|adapters| adapters.pass),

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::cuda::{Hardware, Layout, MatrixShape};
+use crate::cuda::{Hardware, Layout, MatrixShape, Routing};
 use crate::model::order::Half;
 use crate::model::spec::NormPlacement;
 use crate::tensor::{DeltaShape, WeightType};
@@ -56,6 +56,8 @@ pub(super) enum MixerShape {
         o: MatrixShape,
         /// Whether all heads of queries are normalized together, and all heads of keys.
         normed: bool,
+        /// Its place in [`Sizes::attentions`](super::sizes::Sizes::attentions).
+        kind: usize,
     },
     GatedDelta {
         /// Heads.
@@ -122,6 +124,10 @@ pub(super) struct RoutedShape {
     pub(super) router: Vec<MatrixShape>,
     /// Whether experts have gates.
     pub(super) gated: bool,
+    /// The rule of routing.
+    pub(super) routing: Routing,
+    /// The up projection of each expert, `[intermediate, hidden]`.
+    pub(super) up: MatrixShape,
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -72,6 +72,17 @@ impl ExpertSizes {
     }
 }
 
+/// The attention specs of a model, each once.
+pub(super) fn attentions(spec: &Spec) -> Vec<AttentionSpec> {
+    let mut attentions: Vec<AttentionSpec> = Vec::new();
+    for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
+        if !attentions.contains(attention) {
+            attentions.push(attention.clone());
+        }
+    }
+    attentions
+}
+
 impl Sizes {
     /// Sizes of a model.
     pub(in crate::model) fn of(spec: &Spec, dense: bool, deterministic: bool) -> Result<Sizes> {
@@ -81,12 +92,7 @@ impl Sizes {
                 "a model without its layers has nothing for a GPU"
             );
         }
-        let mut attentions: Vec<AttentionSpec> = Vec::new();
-        for attention in spec.all_blocks().filter_map(BlockSpec::attention) {
-            if !attentions.contains(attention) {
-                attentions.push(attention.clone());
-            }
-        }
+        let attentions = attentions(spec);
         let mut verifying = spec.blocks.iter().filter_map(BlockSpec::attention);
         let of_all_rows = spec.all_blocks().filter_map(|b| b.mlp.of_all_rows());
         let widths = of_all_rows.map(|mlp| mlp.intermediate_size);
@@ -152,13 +158,5 @@ impl Sizes {
             true => device.deterministic(),
             false => device,
         }
-    }
-
-    /// The index of an attention spec in [`Sizes::attentions`].
-    pub(super) fn attention_index(&self, attention: &AttentionSpec) -> usize {
-        self.attentions
-            .iter()
-            .position(|a| a == attention)
-            .unwrap_or(0)
     }
 }

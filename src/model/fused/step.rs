@@ -15,7 +15,7 @@ use super::row_adapters::RowAdapters;
 use super::state::{AheadStep, Begin, DeviceState, RowState, StepInput};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::{self, DrawRule, Drawn, Event, Graph, Pinned, SplitKv};
+use crate::cuda::{self, DecodePlan, DecodeShape, DrawRule, Drawn, Event, Graph, Pinned};
 use crate::model::batch::{Segment, Wanted};
 use crate::model::kv::{KvTables, StateBlocks, StateTable};
 use crate::model::spec::AttentionSpec;
@@ -203,25 +203,30 @@ impl Executor {
         self.lowered.is_long(context)
     }
 
-    /// The split-KV of each attention spec, for single tokens of `batch` sequences, the longest of which is at `position`.
-    pub(super) fn splits(&self, source: Source<'_>, batch: usize, position: usize) -> Vec<SplitKv> {
-        let split = |attention: &AttentionSpec| {
-            let AttentionSpec {
-                heads,
-                kv_heads,
-                head_dim,
-                window,
-                ..
-            } = *attention;
-            let visible = (position + 1).min(window.unwrap_or(usize::MAX));
-            if self.lowered.hardware.deterministic {
-                return SplitKv::fixed(visible);
-            }
-            let [unit, ..] = attention_units(source.spec, attention, source.kv.kind());
-            let gpu = &self.lowered.gpu;
-            SplitKv::of(gpu, heads, kv_heads, head_dim, unit, batch.max(1), visible)
+    /// How each attention spec attends, for single tokens of `batch` sequences, the longest of which is at `position`.
+    pub(super) fn decodes(
+        &self,
+        source: Source<'_>,
+        batch: usize,
+        position: usize,
+    ) -> Result<Vec<DecodePlan>> {
+        let Lowered {
+            hardware, sizes, ..
+        } = &*self.lowered;
+        let kv = source.kv.kind();
+        let plan = |attention: &AttentionSpec| {
+            let [unit, ..] = attention_units(source.spec, attention, kv);
+            let shape = DecodeShape {
+                heads: attention.heads,
+                kv_heads: attention.kv_heads,
+                dim: attention.head_dim,
+                unit,
+                kv,
+            };
+            let visible = (position + 1).min(attention.window.unwrap_or(usize::MAX));
+            DecodePlan::choose(hardware, shape, batch, visible)
         };
-        self.lowered.sizes.attentions.iter().map(split).collect()
+        sizes.attentions.iter().map(plan).collect()
     }
 
     /// Enqueues a step, unless it is enqueued already. The event follows it.
@@ -296,7 +301,7 @@ impl Executor {
         let key = GraphKey {
             rows,
             kv: source.kv.kind(),
-            splits: self.splits(source, rows, input.last()),
+            decodes: self.decodes(source, rows, input.last())?,
             selection: chooses.then(|| selection(&input.rules)),
             long: input.long,
             adapted: sequences.adapters.as_ref().map(|adapters| adapters.pass),
@@ -370,8 +375,7 @@ impl Executor {
             rows: key.rows,
             segments: key.rows,
             attention: Attention {
-                singles: key.rows,
-                splits: &key.splits,
+                decodes: &key.decodes,
                 chunks: &[],
             },
             adapted: key.adapted,

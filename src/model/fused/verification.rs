@@ -178,7 +178,7 @@ impl Executor {
         Ok(GraphKey {
             rows,
             kv: source.kv.kind(),
-            splits: self.splits(source, rows, last),
+            decodes: self.decodes(source, rows, last)?,
             selection: Some(selection(&rules)),
             long: false,
             adapted: adapters.map(|adapters| adapters.pass),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::{Kernel, PlannedKernel, Rows, Then, output_of, plan};
 use crate::base::Result;
-use crate::cuda::{AdapterDivision, GemmPlan, Hardware, SharingTurn};
+use crate::cuda::{AdapterDivision, DecodePlan, GemmPlan, Hardware, SharingTurn};
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::fused::shapes::ModelShape;
 
@@ -16,12 +16,13 @@ pub(in crate::model::fused) fn of_rows(
     rows: usize,
     kind: Rows,
     (adapts, division): (Adapts, AdapterDivision),
+    decodes: &[DecodePlan],
     hardware: &Hardware,
 ) -> Result<Option<Vec<PlannedKernel>>> {
     if hardware.deterministic {
         return Ok(None);
     }
-    let mut steps = plan(model, own, rows, kind, Adapts::NOTHING, hardware)?;
+    let mut steps = plan(model, own, rows, kind, Adapts::NOTHING, decodes, hardware)?;
     let parts = steps
         .iter_mut()
         .filter_map(|step| adaptable(&mut step.kernel));

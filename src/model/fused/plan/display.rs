@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::{Applied, Kernel, NextInput, Norm, Normed, Part, Then};
-use crate::cuda::Layout;
+use crate::cuda::{DecodePlan, Layout};
 use crate::model::adapter::AdaptedPart;
 use crate::model::order::Half;
 
@@ -58,6 +58,17 @@ fn write_next(f: &mut fmt::Formatter<'_>, next: &Option<(Norm, Layout)>) -> fmt:
     }
 }
 
+/// Attention of single tokens beside the rows of prompts.
+fn write_singles(f: &mut fmt::Formatter<'_>, singles: &Option<DecodePlan>) -> fmt::Result {
+    match singles {
+        Some(plan) => write!(
+            f,
+            "rope, store, split-KV attention of single tokens: {plan}; "
+        ),
+        None => Ok(()),
+    }
+}
+
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let half = |half: &Half| match half {
@@ -78,10 +89,10 @@ impl fmt::Display for Kernel {
             Kernel::Convert { layout, .. } => write!(f, "rows -> f16 {}", layout_name(*layout)),
             Kernel::Qkv { input, gemm } => write!(f, "q, k, v ({input}) -> f32: {gemm}"),
             Kernel::NormProjections => f.write_str("norms of all q, of all k"),
-            Kernel::Decode { layout } => {
+            Kernel::Decode { layout, plan } => {
                 write!(
                     f,
-                    "rope, store, split-KV attention -> {}",
+                    "rope, store, split-KV attention -> {}: {plan}",
                     layout_name(*layout)
                 )
             }
@@ -89,10 +100,10 @@ impl fmt::Display for Kernel {
             Kernel::StoreRows { before: true } => {
                 f.write_str("rope of keys, store at the positions before")
             }
-            Kernel::DecodeStored { layout } => {
+            Kernel::DecodeStored { layout, plan } => {
                 write!(
                     f,
-                    "rope, split-KV attention over what is stored -> {}",
+                    "rope, split-KV attention over what is stored -> {}: {plan}",
                     layout_name(*layout)
                 )
             }
@@ -123,8 +134,14 @@ impl fmt::Display for Kernel {
                 write!(f, "gate, norm of groups -> {}", layout_name(*layout))
             }
             Kernel::StoreKv => f.write_str("rope, store"),
-            Kernel::Prefill => f.write_str("flash attention -> rows"),
-            Kernel::AttendRows => f.write_str("attention by single tokens -> rows"),
+            Kernel::Prefill { singles } => {
+                write_singles(f, singles)?;
+                f.write_str("flash attention -> rows")
+            }
+            Kernel::AttendRows { singles } => {
+                write_singles(f, singles)?;
+                f.write_str("attention by single tokens -> rows")
+            }
             Kernel::GateUp { input, fused, gemm } => {
                 let glu = if *fused { ", GLU" } else { "" };
                 write!(f, "gate, up{glu} ({input}) -> f16: {gemm}")
@@ -166,14 +183,17 @@ impl fmt::Display for Kernel {
                 write!(f, ": {gemm}")
             }
             Kernel::Router { gemm } => write!(f, "router (rows) -> f32: {gemm}"),
-            Kernel::Route => f.write_str("top-k, rows by expert"),
-            Kernel::ExpertsGateUp { gated: true } => {
-                f.write_str("experts' gate, up, GLU (gathered rows) -> f16")
+            Kernel::Route { plan } => write!(f, "top-k, rows by expert: {plan}"),
+            Kernel::ExpertsGateUp { gated: true, plan } => {
+                write!(f, "experts' gate, up, GLU (gathered rows) -> f16: {plan}")
             }
-            Kernel::ExpertsGateUp { gated: false } => {
-                f.write_str("experts' up, squared ReLU (gathered rows) -> f16")
+            Kernel::ExpertsGateUp { gated: false, plan } => {
+                write!(
+                    f,
+                    "experts' up, squared ReLU (gathered rows) -> f16: {plan}"
+                )
             }
-            Kernel::ExpertsDown => f.write_str("experts' down -> f32"),
+            Kernel::ExpertsDown { plan } => write!(f, "experts' down -> f32: {plan}"),
             Kernel::SumExperts { next } => {
                 f.write_str("weighted sum of experts, add")?;
                 write_next(f, next)

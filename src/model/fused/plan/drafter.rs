@@ -3,7 +3,7 @@
 use super::{Applied, Kernel, MixerShape, ModelShape, Norm, Normed, PlannedKernel, Rows, plan};
 use crate::base::Result;
 use crate::base::error::bail;
-use crate::cuda::{GemmPlan, Hardware, InputForm, Layout, Output};
+use crate::cuda::{DecodePlan, GemmPlan, Hardware, InputForm, Layout, Output};
 use crate::model::adapter::Adapts;
 use crate::model::order::Half;
 
@@ -24,6 +24,7 @@ pub(in crate::model::fused) enum Followed {
 pub(in crate::model::fused) fn draft(
     model: &ModelShape,
     rows: usize,
+    decodes: &[DecodePlan],
     hardware: &Hardware,
 ) -> Result<Vec<PlannedKernel>> {
     let all = model.blocks.len();
@@ -34,6 +35,7 @@ pub(in crate::model::fused) fn draft(
         rows,
         Rows::Step,
         Adapts::NOTHING,
+        decodes,
         hardware,
     )?);
     steps.push(PlannedKernel {

@@ -7,14 +7,14 @@ use std::fmt::Write as _;
 use gemma4::{GEMMA4_26B_A4B, GEMMA4_31B, GEMMA4_E2B};
 
 use super::*;
-use crate::cuda::{AdapterDivision, WideClusters};
+use crate::cuda::{AdapterDivision, DecodeShape, Routing, WideClusters};
 use crate::model::order::{BlockOp, operations};
 use crate::model::spec::{
     AttentionSpec, BlockSpec, DeltaProjections, DenseMlpSpec, ExpertNames, ExpertsSpec,
     GatedDeltaSpec, KeyValues, Mamba2Spec, MixerSpec, MlpSpec, NormPlacement, QkNorm, Scoring,
     SharedExpertSpec, SigmoidScoring,
 };
-use crate::tensor::{DeltaShape, MambaShape};
+use crate::tensor::{DeltaShape, KvType, MambaShape};
 
 const H200: Hardware = Hardware {
     arch: (9, 0),
@@ -138,6 +138,61 @@ const OLMO2_7B: Sizes = Sizes {
     recurrent: false,
 };
 
+/// Eight of so many experts.
+const fn routing(experts: usize) -> Routing {
+    Routing {
+        experts,
+        per_token: 8,
+        normalized: true,
+        sigmoid: None,
+    }
+}
+
+/// Positions that single tokens see in these plans.
+const POSITIONS: usize = 1024;
+
+/// How single tokens attend, in f16 and by heads of 128 elements. Kinds of attention beyond the first are those of Gemma 4: with a window
+/// heads are of 256 elements, else of 512.
+fn decodes(model: &ModelShape, rows: usize, hardware: &Hardware) -> Vec<DecodePlan> {
+    let mut each: Vec<Option<DecodePlan>> = vec![None; 2];
+    let attentions = model.blocks.iter().filter_map(|block| match &block.mixer {
+        MixerShape::Attention { qkv, kind, .. } => Some((qkv, *kind)),
+        _ => None,
+    });
+    let is_gemma4 = attentions.clone().any(|(_, kind)| kind == 1);
+    for (qkv, kind) in attentions {
+        let dim = if is_gemma4 { [256, 512][kind] } else { 128 };
+        let [unit, ..] = cuda::attention_units(dim, dim, is_gemma4, KvType::F16);
+        let kv = qkv.get(1).unwrap_or(&qkv[0]);
+        let shape = DecodeShape {
+            heads: qkv[0].rows / dim,
+            kv_heads: kv.rows / dim,
+            dim,
+            unit,
+            kv: KvType::F16,
+        };
+        let plan = DecodePlan::choose(hardware, shape, rows, POSITIONS).unwrap();
+        each[kind].get_or_insert(plan);
+    }
+    each.into_iter().flatten().collect()
+}
+
+/// The plan of a model's own blocks. Prompts have no single tokens beside them.
+fn planned(
+    model: &ModelShape,
+    rows: usize,
+    kind: Rows,
+    adapts: Adapts,
+    hardware: &Hardware,
+) -> Vec<PlannedKernel> {
+    let decodes = match kind {
+        Rows::Ragged => Vec::new(),
+        Rows::Step | Rows::Verification => decodes(model, rows, hardware),
+    };
+    let own = model.own_blocks();
+    plan(model, own, rows, kind, adapts, &decodes, hardware).unwrap()
+}
+
 /// Three blocks and the head, with weights of this type.
 fn model(s: &Sizes, storage: WeightType) -> ModelShape {
     let shape = |rows, cols| MatrixShape {
@@ -160,6 +215,7 @@ fn model(s: &Sizes, storage: WeightType) -> ModelShape {
             gate: None,
             o: shape(s.hidden, s.q),
             normed: s.normed,
+            kind: 0,
         },
         mlp: match s.experts {
             None => MlpShape::Dense(mlp),
@@ -176,6 +232,8 @@ fn model(s: &Sizes, storage: WeightType) -> ModelShape {
                         })
                         .collect(),
                     gated: true,
+                    routing: routing(128),
+                    up: shape(768, s.hidden),
                 },
                 shared: shared.then_some(mlp),
             },
@@ -269,7 +327,7 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
             own(&[BlockOp::Convolve, BlockOp::DeltaRule, BlockOp::DeltaNorm])
         }
         Kernel::StoreKv => own(&[BlockOp::Heads]),
-        Kernel::Prefill | Kernel::AttendRows => own(&[BlockOp::Attend]),
+        Kernel::Prefill { .. } | Kernel::AttendRows { .. } => own(&[BlockOp::Attend]),
         Kernel::GateUp { .. }
         | Kernel::AdaptedGateUp { .. }
         | Kernel::Activate
@@ -292,8 +350,8 @@ fn completed(step: &PlannedKernel, blocks: &[BlockShape]) -> Vec<(usize, BlockOp
         Kernel::Activate | Kernel::Square => own(&[BlockOp::Activate]),
         Kernel::Up { .. } => own(&[BlockOp::GateUp]),
         Kernel::Router { .. } => Vec::new(),
-        Kernel::Route => own(&[BlockOp::Route]),
-        Kernel::ExpertsGateUp { .. } | Kernel::ExpertsDown => Vec::new(),
+        Kernel::Route { .. } => own(&[BlockOp::Route]),
+        Kernel::ExpertsGateUp { .. } | Kernel::ExpertsDown { .. } => Vec::new(),
         Kernel::SumExperts { next: norm } => {
             let ops = [BlockOp::Experts, BlockOp::Leave(Half::Mlp)];
             [own(&ops), next(norm)].concat()
@@ -427,11 +485,14 @@ fn nemotron() -> (ModelShape, Vec<BlockSpec>) {
         gate: None,
         o: of(nvfp4, hidden, 4096),
         normed: false,
+        kind: 0,
     };
     let experts = MlpShape::Experts {
         routed: RoutedShape {
             router: vec![of(WeightType::F32, 128, hidden)],
             gated: false,
+            routing: routing(128),
+            up: of(nvfp4, 1856, hidden),
         },
         shared: Some(mlp(3712)),
     };
@@ -566,7 +627,8 @@ fn of_drafters() -> String {
         });
         for rows in [1, 4, 64] {
             writeln!(table, "{name}, NVFP4, H200, guesses of {rows}").unwrap();
-            let steps = drafter::draft(&model, rows, &H200).unwrap();
+            let decodes = decodes(&model, rows, &H200);
+            let steps = drafter::draft(&model, rows, &decodes, &H200).unwrap();
             table.push_str(&printed(&steps));
             let done = steps.iter().flat_map(|step| completed(step, &model.blocks));
             let done: Vec<_> = done.map(|(block, op)| (block - 3, op)).collect();
@@ -613,7 +675,7 @@ fn of_adapters() -> String {
                     },
                 ),
             ] {
-                let steps = plan(&model, model.own_blocks(), rows, kind, adapts, hardware).unwrap();
+                let steps = planned(&model, rows, kind, adapts, hardware);
                 let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
                 let completed: Vec<_> = completed.collect();
                 assert_eq!(completed, expected(&specs), "{name}, {rows} rows, {what}");
@@ -632,7 +694,9 @@ fn of_adapters() -> String {
         for (name, (model, specs), hardware) in models() {
             let own = model.own_blocks();
             let which = (ALL_PARTS, division);
-            let steps = adapted::of_rows(&model, own, rows, Rows::Step, which, hardware).unwrap();
+            let decodes = decodes(&model, rows, hardware);
+            let steps =
+                adapted::of_rows(&model, own, rows, Rows::Step, which, &decodes, hardware).unwrap();
             let Some(steps) = steps else { continue };
             let completed = steps.iter().flat_map(|step| completed(step, &model.blocks));
             let completed: Vec<_> = completed.collect();
@@ -779,8 +843,7 @@ fn plans_are_as_written_down() {
             if kind == Rows::Verification && name.starts_with("Gemma 4") {
                 continue;
             }
-            let own = model.own_blocks();
-            let steps = plan(&model, own, rows, kind, Adapts::NOTHING, hardware).unwrap();
+            let steps = planned(&model, rows, kind, Adapts::NOTHING, hardware);
             let kind = match kind {
                 Rows::Step => "a step",
                 Rows::Verification => "a verification",
@@ -816,7 +879,7 @@ fn rows_after_experts_are_converted_apart() {
     };
     let mut mixed = model(&QWEN3_30B_A3B, WeightType::Nvfp4);
     mixed.blocks[1] = model(&bare, WeightType::Nvfp4).blocks.remove(1);
-    let steps = plan(&mixed, 0..3, 4, Rows::Step, Adapts::NOTHING, &H200).unwrap();
+    let steps = planned(&mixed, 4, Rows::Step, Adapts::NOTHING, &H200);
     let kernels: Vec<Kernel> = steps.iter().map(|step| step.kernel).collect();
     let has = |wanted: fn(&[Kernel]) -> bool| kernels.windows(2).any(wanted);
     assert!(has(|pair| matches!(
@@ -878,7 +941,9 @@ fn sums(step: &PlannedKernel) -> Vec<String> {
     let kernel = format!("{:?}", step.kernel);
     // Kernels of attention differ by how they find their rows, and layouts change no sum.
     let name = match &step.kernel {
-        Kernel::Decode { .. } | Kernel::DecodeStored { .. } | Kernel::AttendRows => "attention",
+        Kernel::Decode { .. } | Kernel::DecodeStored { .. } | Kernel::AttendRows { .. } => {
+            "attention"
+        }
         // Gate and up with their activation in a separate kernel.
         Kernel::GateUp { .. } | Kernel::AdaptedGateUp { .. } => "GateUp",
         Kernel::ActivateAdapted { .. } => "Activate",
@@ -912,7 +977,7 @@ fn products_run_beside_kernels_that_they_do_not_need() {
             .flat_map(|kind| [Adapts::NOTHING, ALL_PARTS].map(|adapts| (kind, adapts)))
         {
             for rows in [1, 4, 8, 16] {
-                let steps = plan(&model, model.own_blocks(), rows, kind, adapts, hardware).unwrap();
+                let steps = planned(&model, rows, kind, adapts, hardware);
                 for pair in steps.windows(2) {
                     let Some(true) = gemm(&pair[1].kernel).map(GemmPlan::runs_beside) else {
                         continue;
@@ -926,7 +991,7 @@ fn products_run_beside_kernels_that_they_do_not_need() {
                                 Kernel::GateUp { .. } | Kernel::Up { .. }
                             )
                             | (
-                                Kernel::Route,
+                                Kernel::Route { .. },
                                 Kernel::Project {
                                     half: Half::Mlp,
                                     ..
@@ -956,8 +1021,7 @@ fn deterministic_steps_of_few_rows_are_by_the_skinny_gemm() {
         (16, "skinny_ranges_", 7),
         (64, "linear_wide_", 7),
     ] {
-        let own = model.own_blocks();
-        let steps = plan(&model, own, rows, Rows::Step, Adapts::NOTHING, &hardware).unwrap();
+        let steps = planned(&model, rows, Rows::Step, Adapts::NOTHING, &hardware);
         let is_norm = |step: &&PlannedKernel| matches!(step.kernel, Kernel::Normalize { .. });
         assert_eq!(steps.iter().filter(is_norm).count(), norms, "{rows} rows");
         for gemm in steps.iter().filter_map(|step| gemm(&step.kernel)) {
@@ -977,8 +1041,7 @@ fn deterministic_plans_add_in_one_order() {
             let rows = [1, 2, 4, 5, 8, 9, 16, 17, 40, 64, 128, 129, 256, 1000, 4096];
             let adapts = [Adapts::NOTHING, ALL_PARTS];
             for (rows, adapts) in rows.into_iter().flat_map(|m| adapts.map(|a| (m, a))) {
-                let own = model.own_blocks();
-                let steps = plan(&model, own, rows, kind, adapts, &hardware).unwrap();
+                let steps = planned(&model, rows, kind, adapts, &hardware);
                 let stores = |step: &&PlannedKernel| {
                     matches!(step.kernel, Kernel::StoreRows { .. } | Kernel::StoreKv)
                 };

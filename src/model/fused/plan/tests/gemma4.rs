@@ -4,6 +4,7 @@ use super::super::{
     Activation, BlockShape, DenseShape, MatrixShape, MixerShape, MlpShape, ModelShape, RoutedShape,
     WeightType,
 };
+use super::routing;
 use crate::model::spec::{
     AttentionSpec, BlockSpec, DenseMlpSpec, ExpertNames, ExpertsSpec, KeyValues, MixerSpec,
     MlpSpec, NormPlacement, PerLayerSpec, QkNorm, Scoring,
@@ -163,6 +164,7 @@ impl Gemma4 {
                 gate: None,
                 o: self.nvfp4(self.hidden, q),
                 normed: false,
+                kind: usize::from(attention.head_dim == 512),
             },
             mlp: match self.experts {
                 false => MlpShape::Dense(dense),
@@ -171,6 +173,8 @@ impl Gemma4 {
                     routed: RoutedShape {
                         router: vec![bf16(128, self.hidden)],
                         gated: true,
+                        routing: routing(128),
+                        up: self.nvfp4(704, self.hidden),
                     },
                 },
             },
