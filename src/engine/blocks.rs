@@ -13,7 +13,7 @@ use super::prefix::{Content, Layers, Listed, NodeId, Place, Prefix, Tree};
 use crate::base::lock::lock;
 use crate::base::{Result, fork};
 use crate::model::kv::KvCache;
-use crate::model::{KvType, LoadOptions, Model};
+use crate::model::{KvType, LONG_PROMPT, LoadOptions, Model};
 
 /// The blocks of a model, with the reference counts of those in use.
 pub(super) struct Blocks {
@@ -27,6 +27,10 @@ pub(super) struct Blocks {
     limit: Option<usize>,
     /// Sequences so far.
     sequences: AtomicU64,
+    /// Has another reference for each live sequence.
+    live: Arc<()>,
+    /// Has another reference for each live sequence with room for a long prompt.
+    long: Arc<()>,
 }
 
 struct State {
@@ -54,6 +58,13 @@ pub struct BlockCounts {
     pub blocks_evicted: u64,
 }
 
+/// Counts a live sequence: see [`Blocks::count`].
+#[derive(Clone)]
+pub(super) struct Counted {
+    _live: Arc<()>,
+    _long: Option<Arc<()>>,
+}
+
 impl Blocks {
     /// The blocks of a model. Without `options` sequences share prefixes only while they live.
     pub(super) fn new(model: &Arc<Model>, options: Option<&LoadOptions>) -> Arc<Blocks> {
@@ -76,6 +87,8 @@ impl Blocks {
             shares: options.is_none_or(|options| options.prefix_cache),
             limit: kv.reserved().is_none().then_some(limit),
             sequences: AtomicU64::new(0),
+            live: Arc::new(()),
+            long: Arc::new(()),
         })
     }
 
@@ -95,6 +108,21 @@ impl Blocks {
 
     pub(super) fn new_id(&self) -> u64 {
         self.sequences.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Counts a sequence with room for `capacity` positions until the result is dropped.
+    pub(super) fn count(&self, capacity: usize) -> Counted {
+        Counted {
+            _live: self.live.clone(),
+            _long: (capacity > LONG_PROMPT).then(|| self.long.clone()),
+        }
+    }
+
+    /// Whether a prompt of more than [`LONG_PROMPT`] tokens may come while another sequence generates: some sequence has room for it, and is
+    /// not alone.
+    pub(super) fn expect_long(&self) -> bool {
+        let others = |counted: &Arc<()>| Arc::strong_count(counted) - 1;
+        others(&self.live) > 1 && others(&self.long) > 0
     }
 
     /// Takes the lock on its state until the result is dropped.

@@ -624,6 +624,11 @@ impl Runner {
         self.share.beside = true;
     }
 
+    /// Whether prompts run beside steps, and only long ones.
+    pub(super) fn takes_long_beside(&self) -> bool {
+        self.share.beside && !self.share.is_small
+    }
+
     /// Takes the lock on its state until the result is dropped: see [`fork::Held`].
     pub(super) fn locked(&'static self) -> Box<dyn Any> {
         Box::new(self.state())
@@ -868,9 +873,20 @@ impl Runner {
         drop(place);
     }
 
-    /// Runs a prompt in one pass beside steps, before there are any requests. Faults of its values are not errors: it has run.
+    /// Runs a prompt in one pass beside steps, unless one runs there or a pass runs on this thread. Faults of its values are not errors: it has
+    /// run.
     pub(super) fn run_first_beside(&self, model: &Model, prompt: NewTokens<'_>) -> Result<()> {
         let mut request = Request::new(vec![prompt]);
+        let mut state = self.state();
+        if state.beside.is_some() || state.leader == Some(this_thread()) {
+            return Ok(());
+        }
+        state.beside = Some(Beside {
+            thread: this_thread(),
+            sequences: request.sequences().collect(),
+        });
+        drop(state);
+        let _place = BesideSteps(self);
         let count = request.waiting().left;
         model.reserve_beside(count, count)?;
         pass_beside(model, request.part(count), &mut Scratch::default());

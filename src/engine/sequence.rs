@@ -5,7 +5,7 @@ mod sharing;
 use std::sync::Arc;
 
 use super::adapters::{AdapterUse, LoadedAdapter};
-use super::blocks::Blocks;
+use super::blocks::{Blocks, Counted};
 use super::prefix::{NodeId, Place, Tree};
 use super::snapshots::{SNAPSHOT_POSITIONS, SNAPSHOTS, Snapshot, stops, surplus};
 use super::windows::{KEPT_MULTIPLE, kept_from, sees_from};
@@ -95,6 +95,7 @@ pub struct Sequence {
     /// The fingerprint of the weights that computed the positions held.
     weights: u64,
     work: SequenceWork,
+    counted: Counted,
 }
 
 /// The passes for a sequence since [`Sequence::reset_work`].
@@ -141,6 +142,7 @@ impl Sequence {
             shares: false,
             weights: blocks.model().fingerprint(),
             work: SequenceWork::default(),
+            counted: blocks.count(capacity),
         })
     }
 
@@ -910,6 +912,7 @@ impl Clone for Sequence {
             adapter: self.adapter.clone(),
             tokens: self.tokens.clone(),
             path: self.path.clone(),
+            counted: self.counted.clone(),
             ..*self
         }
     }

@@ -5,7 +5,7 @@ use std::any::Any;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::Deref;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use serde::Serialize;
@@ -105,6 +105,8 @@ pub struct Served {
     alike: Alike,
     /// Tokens that full contexts have evicted.
     evicted: AtomicU64,
+    /// Whether long prompts beside steps were prepared.
+    expects_long: AtomicBool,
     /// For weights that are trained: the lease that keeps their trainer out.
     leased: Option<Leased>,
 }
@@ -215,6 +217,7 @@ impl Served {
             adapters: Adapters::default(),
             alike: Alike::default(),
             evicted: AtomicU64::new(0),
+            expects_long: AtomicBool::new(false),
             leased,
         };
         if let (None, Some(options)) = (&served.leased, options)
@@ -228,8 +231,8 @@ impl Served {
         Ok(served)
     }
 
-    /// Where all prompts run beside steps: runs one there, so that the first of a host finds memory and kernels. If it fails, as without room for
-    /// it, they do not. Where only long ones do, the first of them prepares the others.
+    /// Whether prompts run beside steps. Where all of them do, the place for them is prepared; if that fails, as without room, they do not.
+    /// Where only long ones do, [`Served::sequence`] prepares it.
     fn prepare_beside(&self, options: &LoadOptions) -> bool {
         let Some(rows) = self.model.rows_beside() else {
             return false;
@@ -238,21 +241,43 @@ impl Served {
             return true;
         }
         let rows = prompt_share(options).part_beside(rows);
-        let tokens = vec![0; rows.min(self.model.spec().max_positions)];
-        let prepared = self
-            .sequence(tokens.len(), KvType::default())
-            .and_then(|mut sequence| {
-                let work = NewTokens {
-                    tokens: &tokens,
-                    sequence: &mut sequence,
-                    wanted: Wanted::Last,
-                };
-                self.runner.run_first_beside(&self.model, work)
-            });
+        let prepared = self.run_first_beside(rows, KvType::default());
         if let Err(e) = &prepared {
             tracing::warn!("prompts do not run beside steps: {e}");
         }
         prepared.is_ok()
+    }
+
+    /// Runs a prompt of up to `rows` tokens beside steps, so that the next one there finds memory and kernels.
+    fn run_first_beside(&self, rows: usize, kind: KvType) -> Result<()> {
+        let tokens = vec![0; rows.min(self.model.spec().max_positions)];
+        let mut sequence = Sequence::new(&self.blocks, tokens.len(), kind)?;
+        // Generations that find no memory meanwhile wait for its end.
+        let generating = self.runner.generates(sequence.id());
+        let work = NewTokens {
+            tokens: &tokens,
+            sequence: &mut sequence,
+            wanted: Wanted::Last,
+        };
+        let done = self.runner.run_first_beside(&self.model, work);
+        drop(sequence);
+        drop(generating);
+        done
+    }
+
+    /// Runs a long prompt beside steps once, when one may come while another sequence generates: a host with a single sequence never pays for
+    /// that. Without room for it now, the first such prompt tries again.
+    fn expect_long_prompts(&self, kind: KvType) {
+        let expects = self.runner.takes_long_beside() && self.blocks.expect_long();
+        if !expects || self.expects_long.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let Some(rows) = self.model.rows_beside() else {
+            return;
+        };
+        if let Err(e) = self.run_first_beside(rows, kind) {
+            tracing::debug!("no prompt ran beside steps in advance: {e}");
+        }
     }
 
     /// The weights, without their text side and without the lease of a trainer.
@@ -287,9 +312,13 @@ impl Served {
         self.leased.as_ref()
     }
 
-    /// An empty sequence with room for `capacity` positions, at most those that the model was made for. Takes no memory yet.
+    /// An empty sequence with room for `capacity` positions, at most those that the model was made for. Takes no memory yet. The second one,
+    /// if any has more than [`LONG_PROMPT`](crate::model::LONG_PROMPT) positions, prepares a Hopper GPU for long prompts beside steps, which
+    /// takes some 0.1 s once.
     pub fn sequence(&self, capacity: usize, kind: KvType) -> Result<Sequence> {
-        Sequence::new(&self.blocks, capacity, kind)
+        let sequence = Sequence::new(&self.blocks, capacity, kind)?;
+        self.expect_long_prompts(kind);
+        Ok(sequence)
     }
 
     /// Loads an adapter from a directory in peft's format: `adapter_config.json` and `adapter_model.safetensors`. It takes memory of the

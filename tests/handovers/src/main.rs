@@ -50,7 +50,7 @@ macro_rules! programs {
 const PROGRAMS: &[Program] = programs! {
     base: lease_excludes, lease_is_fair, lease_is_given_up, turns_exclude, turns_pass_on, turns_are_given_up, wake_ups_are_kept;
     engine: callers_share_passes, generators_share_steps, generators_take_turns_with_prompts, generators_run_beside_small_parts,
-        prompts_run_beside_steps, prompts_beside_steps_end_alone,
+        prompts_run_beside_steps, the_place_beside_steps_is_prepared, prompts_beside_steps_end_alone,
         callers_are_cancelled, callers_end_while_leaders_wait, leaders_panic, passes_fail, trainers_step_between_passes, generations_make_way;
     session: forks_are_made_between_steps, forks_are_given_up, forks_are_taken_during_the_next_step, forks_are_refused_by_long_steps,
         queues_tell_everything, queues_let_threads_end, queues_cancel, queues_cancel_those_that_are_full,

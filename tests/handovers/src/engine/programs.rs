@@ -192,6 +192,36 @@ pub fn prompts_run_beside_steps() {
     }
 }
 
+/// A prompt runs beside steps in advance, unless another one runs there.
+pub fn the_place_beside_steps_is_prepared() {
+    let served = Served::with_a_place_beside(false, 1024, 1500);
+    let prepares = {
+        let served = served.clone();
+        move || {
+            let (mut own, epoch) = (sequence(9), || 0);
+            let generating = served.runner.generates(9);
+            let work = NewTokens {
+                sequence: &mut own,
+                count: 1500,
+                fault: Fault::None,
+                epoch: &epoch,
+            };
+            served.runner.run_first_beside(&served.model, work).unwrap();
+            drop(generating);
+            assert!([0, 1500].contains(&own.len));
+        }
+    };
+    threads![
+        generate(&served, 1, 4),
+        run_both(&served, 2, [3000, 20]),
+        prepares
+    ];
+    crate::all_were_woken();
+    let ran = served.model.rows.load(SeqCst);
+    assert!([3024, 4524].contains(&ran), "{ran}");
+    served.is_idle();
+}
+
 /// A prompt beside steps that is cancelled, fails or panics ends no other.
 pub fn prompts_beside_steps_end_alone() {
     for fault in [Fault::Slot, Fault::Pass, Fault::Panic] {
