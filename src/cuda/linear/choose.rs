@@ -187,6 +187,16 @@ impl GemmPlan {
         })
     }
 
+    /// This GEMM with so much shared memory, if it is for few rows of NVFP4 weights, that no two of its CTAs share a multiprocessor. CTAs of the
+    /// kernels before and after it still find room beside them, if these take less than half of it.
+    pub fn alone(self, hardware: &Hardware) -> GemmPlan {
+        let mut plan = self;
+        if let GemmKernels::Skinny(skinny) = &mut plan.kernels {
+            skinny.stay_alone(hardware);
+        }
+        plan
+    }
+
     /// This GEMM beside the kernel before it, which does not make its input: the rows have to be complete when that kernel lets the next
     /// one start. Kernels for few row-major rows of NVFP4 weights and for single rows can run so, but those of deterministic plans for NVFP4
     /// cannot; others wait.

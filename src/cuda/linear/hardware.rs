@@ -50,6 +50,11 @@ impl Hardware {
         self.arch.0 >= 9
     }
 
+    /// The least shared memory of a CTA with which no other CTA of its kernel shares a multiprocessor.
+    pub(super) fn alone_shared(&self) -> usize {
+        self.shared_limit / 2 + 1024
+    }
+
     /// Whether a tiled kernel rather than cuBLASLt serves `m` rows, when they are too many for the skinny GEMM.
     pub(super) fn tiles_serve(&self, m: usize) -> bool {
         m <= TILED || !self.cublas

@@ -395,6 +395,17 @@ impl SkinnyPlan {
         })
     }
 
+    /// Takes more than half of the shared memory of a multiprocessor for each CTA.
+    pub(super) fn stay_alone(&mut self, hardware: &Hardware) {
+        let least = hardware.alone_shared() as u32;
+        for planned in [Some(&mut self.launch), self.last.as_mut()]
+            .into_iter()
+            .flatten()
+        {
+            planned.launch.shared = planned.launch.shared.max(least);
+        }
+    }
+
     /// Whether warps take whole ranges of K.
     pub(super) fn is_deterministic(&self) -> bool {
         self.ranges.is_some()
@@ -433,7 +444,10 @@ pub(super) fn beside_norm(hardware: &Hardware, rows: usize, tiles: usize) -> usi
 /// and leave other multiprocessors idle. With more activation rows there is no room for a CTA of the next kernel; then two CTAs of this
 /// kernel would gather in the same way.
 pub(super) fn least_shared(hardware: &Hardware, rows: usize) -> usize {
-    hardware.shared_limit / if rows <= 4 { 3 } else { 2 } + 1024
+    match rows <= HALF_SM_ROWS {
+        true => hardware.shared_limit / 3 + 1024,
+        false => hardware.alone_shared(),
+    }
 }
 
 /// How plans are written down that run beside the kernel before, after the kernel's own.

@@ -6,7 +6,7 @@ use super::adapted_rows::{
 use super::hardware::Hardware;
 use super::limits::{HALF_SM_ROWS, NVFP4_MATRICES};
 use super::matrix::MatrixShape;
-use super::skinny::{SkinnyKernel, SkinnyPlan, least_shared};
+use super::skinny::{SkinnyKernel, SkinnyPlan};
 use super::tile::Tile;
 use crate::base::Result;
 use crate::base::error::bail;
@@ -85,7 +85,8 @@ impl SkinnyPlan {
         let copies = wanted.min(limit.saturating_sub(needed) / 16 * 16);
         let shared = needed + copies;
         let launch = Launch {
-            shared: shared.max(least_shared(hardware, self.rows)) as u32,
+            // As much as without adapters at least.
+            shared: (shared as u32).max(self.launch.launch.shared),
             ..self.launch.launch
         };
         let mut plan = *self;

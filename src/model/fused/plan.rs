@@ -304,14 +304,16 @@ pub(super) fn plan(
     Ok(planner.steps)
 }
 
-/// How the logits of some rows are computed.
+/// How the logits of some rows are computed. Where CTAs of the kernels before have ended early on some multiprocessors, those of a GEMM of few
+/// rows gather there in twos and leave others idle. This one takes half as long again then, so it keeps its CTAs apart.
 pub(super) fn head(
     head: MatrixShape,
     input: &Normed,
     rows: usize,
     hardware: &Hardware,
 ) -> Result<GemmPlan> {
-    GemmPlan::choose(hardware, rows, &[head], Output::F32, input.form())
+    let gemm = GemmPlan::choose(hardware, rows, &[head], Output::F32, input.form())?;
+    Ok(gemm.alone(hardware))
 }
 
 /// The layout of the head's input for the logits of some rows of a prompt.
@@ -697,6 +699,10 @@ impl Planner<'_> {
             return Ok(Layout::RowMajor);
         };
         let glu = self.served(&gate_up, layout.glu(Glu::default()), form);
+        let glu = glu.map(|glu| match self.is_after_small_ctas(block) {
+            true => glu.alone(self.hardware),
+            false => glu,
+        });
         if self.adapts.mlp_inputs {
             return self.activated_apart(block, &gate_up, input, glu);
         }
@@ -712,6 +718,19 @@ impl Planner<'_> {
                 Ok(Layout::RowMajor)
             }
         }
+    }
+
+    /// Whether the GEMM of gate and up can keep its CTAs apart, as the head does, and still begin early: CTAs of the mixer's last projection must
+    /// leave it more than half of the shared memory. Those of weights in 8 bits do not.
+    fn is_after_small_ctas(&self, block: usize) -> bool {
+        let BlockShape { mixer, mlp, .. } = &self.blocks[block];
+        let last = match mixer {
+            MixerShape::Attention { o, .. } => Some(o),
+            MixerShape::GatedDelta { out, .. } | MixerShape::Mamba2 { out, .. } => Some(out),
+            MixerShape::None => None,
+        };
+        let is_small = last.is_some_and(|last| last.storage == WeightType::Nvfp4);
+        is_small && matches!(mlp, MlpShape::Dense(_))
     }
 
     /// As [`Planner::activated`] for adapted projections. Where a kernel would fuse the activation, gate and up are as exact as in that one.
