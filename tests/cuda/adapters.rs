@@ -138,62 +138,77 @@ fn rows_get_the_products_of_their_factors() {
             })
             .collect();
         for layout in [Layout::RowMajor, Layout::FragmentMajor] {
-            let what = format!("{rows} rows of {k}, {layout:?}");
             let device = upload(&gpu, &in_layout(layout, &values, rows, k));
             cuda::shrink(&gpu, &group, widths.len(), &device, layout, 4.0).unwrap();
-            let y = upload(&gpu, &before);
-            let outputs = AdaptedOutputs {
-                y: &y,
-                stride: width,
-                is_f16: false,
-                features: widths,
-            };
-            cuda::expand(&gpu, &group, &outputs).unwrap();
-            assert_close(&read_f32(&y, rows * width), &want, EXACT, &what);
-            let y = upload(&gpu, &as_f16(&before));
-            let halves = AdaptedOutputs {
-                y: &y,
-                is_f16: true,
-                ..outputs
-            };
-            cuda::expand(&gpu, &group, &halves).unwrap();
-            assert_close(&read_f16(&y, rows * width), &want, 2.0 * F16, &what);
-            if widths[0] != widths[1] {
-                continue;
+            check_expanded(&gpu, &group, widths, &before, &want, layout);
+            if widths[0] == widths[1] {
+                check_gated(&gpu, &group, widths[0], &before, &want, layout);
             }
-            let wide = widths[0];
-            let glu: Vec<f64> = want
-                .chunks_exact(width)
-                .flat_map(|row| {
-                    let pairs = row[..wide].iter().zip(&row[wide..]);
-                    pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u / 16.0)
-                })
-                .collect();
-            let gate_up = upload(&gpu, &before);
-            let out = poisoned(&gpu, layout.elements(rows, wide) * 2);
-            let overflow = upload(&gpu, &vec![0u32; rows]);
-            let inputs = AdaptedGateUp {
-                gate_up: &gate_up,
-                is_f16: false,
-                width: wide,
-                others_are_done: false,
-            };
-            cuda::adapted_glu(
-                &gpu,
-                &group,
-                Glu::default(),
-                &inputs,
-                (&overflow, 5),
-                &out,
-                layout,
-            )
-            .unwrap();
-            assert_close(&read_rows(layout, &out, rows, wide), &glu, F16, &what);
-            let mut noted = vec![1u32; rows];
-            overflow.read(0, &mut noted).unwrap();
-            assert_eq!(noted, vec![0; rows], "{what}");
         }
     }
+}
+
+/// Adds B times the products in scratch memory to rows `before` them, in f32 and in f16.
+fn check_expanded(
+    gpu: &Arc<Gpu>,
+    group: &AdaptedGroup<'_>,
+    widths: &[usize],
+    before: &[f32],
+    want: &[f64],
+    layout: Layout,
+) {
+    let what = format!("{} rows of {}, {layout:?}", group.rows, group.k);
+    let y = upload(gpu, before);
+    let outputs = AdaptedOutputs {
+        y: &y,
+        stride: widths.iter().sum(),
+        is_f16: false,
+        features: widths,
+    };
+    cuda::expand(gpu, group, &outputs).unwrap();
+    assert_close(&read_f32(&y, want.len()), want, EXACT, &what);
+    let y = upload(gpu, &as_f16(before));
+    let halves = AdaptedOutputs {
+        y: &y,
+        is_f16: true,
+        ..outputs
+    };
+    cuda::expand(gpu, group, &halves).unwrap();
+    assert_close(&read_f16(&y, want.len()), want, 2.0 * F16, &what);
+}
+
+/// Adds them to gate and up, each `wide`, and applies the unit.
+fn check_gated(
+    gpu: &Arc<Gpu>,
+    group: &AdaptedGroup<'_>,
+    wide: usize,
+    before: &[f32],
+    want: &[f64],
+    layout: Layout,
+) {
+    let (rows, what) = (group.rows, format!("{} rows, {layout:?}", group.rows));
+    let glu: Vec<f64> = want
+        .chunks_exact(2 * wide)
+        .flat_map(|row| {
+            let pairs = row[..wide].iter().zip(&row[wide..]);
+            pairs.map(|(g, u)| g / (1.0 + (-g).exp()) * u / 16.0)
+        })
+        .collect();
+    let gate_up = upload(gpu, before);
+    let out = poisoned(gpu, layout.elements(rows, wide) * 2);
+    let overflow = upload(gpu, &vec![0u32; rows]);
+    let inputs = AdaptedGateUp {
+        gate_up: &gate_up,
+        is_f16: false,
+        width: wide,
+        others_are_done: false,
+    };
+    let (unit, notes) = (Glu::default(), (&overflow, 5));
+    cuda::adapted_glu(gpu, group, unit, &inputs, notes, &out, layout).unwrap();
+    assert_close(&read_rows(layout, &out, rows, wide), &glu, F16, &what);
+    let mut noted = vec![1u32; rows];
+    overflow.read(0, &mut noted).unwrap();
+    assert_eq!(noted, vec![0; rows], "{what}");
 }
 
 /// A product whose rows have one of two adapters, or none.

@@ -347,11 +347,72 @@ fn sessions_do_not_depend_on_their_past() {
     }
 }
 
+/// Prompts of which each thread takes one after the other.
+const PROMPTS: usize = 12;
+
+/// The logits after a prompt, the tokens that follow, and the logits after the beginning of the prompt once more.
+type OfPrompt = (Vec<f32>, Vec<u32>, Vec<f32>);
+
+/// A model on which prompts and steps run.
+#[derive(Clone, Copy)]
+struct Beside<'a>(&'a Arc<Served>);
+
+impl Beside<'_> {
+    fn drawn() -> SamplingOptions {
+        SamplingOptions {
+            temperature: 0.8,
+            seed: Some(5),
+            ..SamplingOptions::default()
+        }
+    }
+
+    fn prompt(self, number: usize) -> Vec<u32> {
+        some_tokens(self.0, 90 + 12 * number)
+    }
+
+    /// Many steps after a short prompt.
+    fn steps(self) -> Vec<u32> {
+        let mut session = prompted(self.0, &with_context(256), &some_tokens(self.0, 20));
+        generated(&mut session, 220, &Beside::drawn())
+    }
+
+    fn of_prompt(self, number: usize) -> OfPrompt {
+        let prompt = self.prompt(number);
+        let mut session = prompted(self.0, &with_context(256), &prompt);
+        let first = session.logits().unwrap().to_vec();
+        let tokens = generated(&mut session, 8, &Beside::drawn());
+        // A step that ran ahead in vain may still run.
+        session.prefill(&prompt[..20]).unwrap();
+        let after = session.logits().unwrap().to_vec();
+        (first, tokens, after)
+    }
+
+    /// Begins a prompt that is cancelled.
+    fn cancel(self, number: usize) {
+        let (cancel, prompt) = (Cancel::new(), self.prompt(number));
+        let mut session = Session::new(self.0.clone(), &with_context(256)).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| cancel.cancel());
+            let _ = cancel.watching(|| session.prefill(&prompt));
+        });
+    }
+
+    fn check_prompt(self, number: usize, want: &OfPrompt, case: &str) {
+        let got = self.of_prompt(number);
+        let what = format!("{case}: prompt {number}");
+        assert!(same_bits(&got.0, &want.0), "logits of {what}");
+        assert_eq!(got.1, want.1, "tokens of {what}");
+        assert!(
+            same_bits(&got.2, &want.2),
+            "logits after the tokens of {what}"
+        );
+    }
+}
+
 /// Prompts that run beside steps, on multiprocessors of their own, and the steps beside them, have the bits that they have alone. Some of the
 /// prompts are cancelled, and blocks go from sequence to sequence.
 #[test]
 fn prompts_beside_steps_have_their_own_bits() {
-    const PROMPTS: usize = 12;
     let Some(gpu) = gpu() else { return };
     for case in ["qwen3_tied", "qwen35_tied", "nemotronh_dense"] {
         let alone = load(&gpu, case, false).unwrap();
@@ -363,56 +424,23 @@ fn prompts_beside_steps_have_their_own_bits() {
         if gpu.arch() == (9, 0) && gpu.driver_version() >= 12050 {
             assert!(model.rows_beside().is_some(), "{case}");
         }
-        let options = with_context(256);
-        let drawn = SamplingOptions {
-            temperature: 0.8,
-            seed: Some(5),
-            ..SamplingOptions::default()
-        };
-        let short = some_tokens(&model, 20);
-        let prompt = |number: usize| some_tokens(&model, 90 + 12 * number);
-        let step =
-            |model: &Arc<Served>| generated(&mut prompted(model, &options, &short), 220, &drawn);
-        let of = |model: &Arc<Served>, number: usize| {
-            let mut session = prompted(model, &options, &prompt(number));
-            let first = session.logits().unwrap().to_vec();
-            let tokens = generated(&mut session, 8, &drawn);
-            // A step that ran ahead in vain may still run.
-            session.prefill(&prompt(number)[..20]).unwrap();
-            let after = session.logits().unwrap().to_vec();
-            (first, tokens, after)
-        };
-        let want_steps = step(&alone);
-        let want: Vec<_> = (0..PROMPTS).map(|number| of(&alone, number)).collect();
+        let (alone, model) = (Beside(&alone), Beside(&model));
+        let want_steps = alone.steps();
+        let want: Vec<_> = (0..PROMPTS).map(|number| alone.of_prompt(number)).collect();
         thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| (0..6).for_each(|_| assert_eq!(step(&model), want_steps, "{case}")));
+                let step = || assert_eq!(model.steps(), want_steps, "{case}");
+                scope.spawn(move || (0..6).for_each(|_| step()));
             }
             for thread in 0..2 {
-                let (of, want, model, prompt) = (&of, &want, &model, &prompt);
+                let want = &want;
                 scope.spawn(move || {
                     for round in 0..3 * PROMPTS {
                         let number = (round * 5 + thread * 3) % PROMPTS;
-                        if round % 4 == 3 {
-                            let cancel = Cancel::new();
-                            let mut session =
-                                Session::new(model.clone(), &with_context(256)).unwrap();
-                            thread::scope(|scope| {
-                                scope.spawn(|| cancel.cancel());
-                                let _ = cancel.watching(|| session.prefill(&prompt(number)));
-                            });
-                            continue;
+                        match round % 4 {
+                            3 => model.cancel(number),
+                            _ => model.check_prompt(number, &want[number], case),
                         }
-                        let got = of(model, number);
-                        assert!(
-                            same_bits(&got.0, &want[number].0),
-                            "{case}: logits of prompt {number}"
-                        );
-                        assert_eq!(got.1, want[number].1, "{case}: tokens of prompt {number}");
-                        assert!(
-                            same_bits(&got.2, &want[number].2),
-                            "{case}: logits of the prompt after the tokens of {number}"
-                        );
                     }
                 });
             }

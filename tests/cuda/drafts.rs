@@ -179,72 +179,94 @@ fn drafts_of_several_sequences_are_those_of_each() {
     }
 }
 
-/// Segments of several sequences that are verified in one pass, recorded or beside a prompt: right drafts stay up to the first wrong one or to
-/// a token that ends the text, and each sequence goes on as if its tokens had run one at a time.
-#[test]
-fn verified_tokens_are_those_of_single_steps() {
-    let Some(gpu) = gpu() else { return };
-    let greedy = SamplingOptions::default();
-    for case in CASES {
-        let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
-        let prompt = some_tokens(&model, 61);
-        let text = greedy_text(&model, &prompt, 12);
+/// The texts of a test of verification: a prompt and the greedy text after it, and drafts for several sequences, right up to the number of
+/// tokens that stay.
+struct Drafted {
+    prompt: Vec<u32>,
+    text: Vec<u32>,
+    drafts: [Vec<u32>; 5],
+}
+
+/// Tokens of each sequence that stay.
+const STAY: [usize; 5] = [4, 2, 1, 2, 11];
+
+impl Drafted {
+    fn new(model: &Served) -> Drafted {
+        let prompt = some_tokens(model, 61);
+        let text = greedy_text(model, &prompt, 12);
         let chosen = &text[61..];
         let wrong = |token: u32| (token + 1) % model.spec().vocab_size as u32;
         let drafts = [
             chosen[1..4].to_vec(),
             vec![chosen[1], wrong(chosen[2]), chosen[3], chosen[4]],
             vec![wrong(chosen[1])],
+            // The third of the chosen tokens ends the text.
             chosen[1..4].to_vec(),
+            // Longer than passes are recorded for.
             chosen[1..11].to_vec(),
         ];
-        let expected = [4, 2, 1, 2, 11];
-        // The last is longer than passes are recorded for.
+        Drafted {
+            prompt,
+            text,
+            drafts,
+        }
+    }
+
+    /// Verifies the drafts of the first `count` sequences in one pass, `beside` a prompt or not.
+    fn check(&self, model: &Served, count: usize, beside: bool, follows: bool, case: &str) {
+        let (greedy, chosen) = (SamplingOptions::default(), &self.text[61..]);
+        let mut sequences: Vec<Sequence> = (0..count)
+            .map(|_| {
+                let mut sequence = drafting(model, &self.prompt, 40);
+                sequence.set_drafts(follows).unwrap();
+                sequence
+            })
+            .collect();
+        let drafts = self.drafts[..count].iter();
+        let tokens: Vec<Vec<u32>> = drafts.map(|d| [&chosen[..1], d].concat()).collect();
+        let histories = tokens.iter().map(|t| [&self.prompt[..], t].concat());
+        let histories: Vec<Vec<u32>> = histories.collect();
+        let each = tokens.iter().zip(&histories).zip(&mut sequences);
+        let mut work: Vec<NewTokens<'_>> = each
+            .enumerate()
+            .map(|(i, ((tokens, history), sequence))| NewTokens {
+                tokens,
+                sequence,
+                wanted: Wanted::Verified(Verification {
+                    choice: choice(&greedy, 0, history),
+                    stops: if i == 3 { &chosen[2..3] } else { &[] },
+                }),
+            })
+            .collect();
+        let mut other = model.sequence(256, KvType::F16).unwrap();
+        if beside {
+            work.push(NewTokens {
+                tokens: &self.prompt[..30],
+                sequence: &mut other,
+                wanted: Wanted::Last,
+            });
+        }
+        let scratch = &mut Scratch::new();
+        let outputs = model.run(work, false, scratch, &mut Vec::new()).unwrap();
+        let outputs = outputs.into_iter().map(Result::unwrap).zip(STAY);
+        for (i, (output, len)) in outputs.take(count).enumerate() {
+            let what = format!("{case}, segment {i} of {count}, {beside}, {follows}");
+            check_verified(model, &self.text, &output, len, &mut sequences[i], &what);
+        }
+    }
+}
+
+/// Segments of several sequences that are verified in one pass, recorded or beside a prompt: right drafts stay up to the first wrong one or to
+/// a token that ends the text, and each sequence goes on as if its tokens had run one at a time.
+#[test]
+fn verified_tokens_are_those_of_single_steps() {
+    let Some(gpu) = gpu() else { return };
+    for case in CASES {
+        let model = load_on(Device::Cuda(gpu.clone()), &golden(case));
+        let drafted = Drafted::new(&model);
         for (count, beside) in [(4, false), (4, true), (5, false), (1, false)] {
             for follows in [true, false] {
-                let mut sequences: Vec<Sequence> = (0..count)
-                    .map(|_| {
-                        let mut sequence = drafting(&model, &prompt, 40);
-                        sequence.set_drafts(follows).unwrap();
-                        sequence
-                    })
-                    .collect();
-                let tokens: Vec<Vec<u32>> = drafts[..count]
-                    .iter()
-                    .map(|drafts| [&chosen[..1], drafts].concat())
-                    .collect();
-                let histories: Vec<Vec<u32>> =
-                    tokens.iter().map(|t| [&prompt[..], t].concat()).collect();
-                let each = tokens
-                    .iter()
-                    .zip(&histories)
-                    .zip(&mut sequences)
-                    .enumerate();
-                let mut work: Vec<NewTokens<'_>> = each
-                    .map(|(i, ((tokens, history), sequence))| NewTokens {
-                        tokens,
-                        sequence,
-                        wanted: Wanted::Verified(Verification {
-                            choice: choice(&greedy, 0, history),
-                            stops: if i == 3 { &chosen[2..3] } else { &[] },
-                        }),
-                    })
-                    .collect();
-                let mut other = model.sequence(256, KvType::F16).unwrap();
-                if beside {
-                    work.push(NewTokens {
-                        tokens: &prompt[..30],
-                        sequence: &mut other,
-                        wanted: Wanted::Last,
-                    });
-                }
-                let scratch = &mut Scratch::new();
-                let outputs = model.run(work, false, scratch, &mut Vec::new()).unwrap();
-                let outputs = outputs.into_iter().map(Result::unwrap).zip(expected);
-                for (i, (output, len)) in outputs.take(count).enumerate() {
-                    let what = format!("{case}, segment {i} of {count}, {beside}, {follows}");
-                    check_verified(&model, &text, &output, len, &mut sequences[i], &what);
-                }
+                drafted.check(&model, count, beside, follows, case);
             }
         }
     }

@@ -121,7 +121,8 @@ impl<'a> Mixture<'a> {
         let (residual, next) = (upload(gpu, &self.residual), upload(gpu, &self.next));
         let unfit = upload(gpu, &vec![0u32; rows]);
         let scratch = ExpertScratch::new(gpu, self.routing, rows, WIDE, HIDDEN).unwrap();
-        self.run_experts(&unfit, &scratch);
+        self.route_rows(&unfit, &scratch);
+        self.run_experts(&scratch);
         let shared = self.has_shared.then_some(SharedExpert {
             made: &made,
             gated: self.has_gate,
@@ -169,8 +170,31 @@ impl<'a> Mixture<'a> {
         }
     }
 
-    /// Routes the rows, and runs the projections of their experts.
-    fn run_experts(&self, unfit: &DeviceBuffer, scratch: &ExpertScratch) {
+    /// Routes the rows.
+    fn route_rows(&self, unfit: &DeviceBuffer, scratch: &ExpertScratch) {
+        let (gpu, rows) = (self.gpu, self.rows);
+        let linear_scratch = LinearScratch::new(gpu, rows, HIDDEN, 0).unwrap();
+        let [bias, correction, factors] =
+            [&self.router_bias, &self.correction, &self.factors].map(|v| upload(gpu, v));
+        let router_bias = (self.kind == Kind::GptOss).then_some(&bias);
+        let gate = self.has_gate.then_some((&self.gate.device, None));
+        let router = std::iter::once((&self.router.device, router_bias));
+        let matrices: Vec<_> = router.chain(gate).collect();
+        let (logits, stride) = cuda::router_logits(&self.routing, &matrices, scratch).unwrap();
+        let x = Input::Plain(&self.x.device, 1.0);
+        let (output, own) = (Output::F32, &linear_scratch);
+        cuda::linear(gpu, x, rows, &matrices, output, logits, stride, own).unwrap();
+        let vectors = RouterVectors {
+            correction: self.routing.sigmoid.map(|_| &correction),
+            factors: (self.kind == Kind::Gemma4).then_some(&factors),
+        };
+        let (routing, notes) = (&self.routing, (unfit, 5));
+        let plan = RoutePlan::choose(routing, rows);
+        cuda::route(gpu, routing, vectors, &plan, scratch, notes).unwrap();
+    }
+
+    /// Runs the projections of the rows' experts.
+    fn run_experts(&self, scratch: &ExpertScratch) {
         let (gpu, rows, x) = (self.gpu, self.rows, &self.x.device);
         let matrices = self.experts.iter().map(|expert| {
             let [gate, up, down] = expert.each_ref().map(|w| match self.kind {
@@ -185,43 +209,11 @@ impl<'a> Mixture<'a> {
         });
         let projections: Vec<ExpertMatrices<'_>> = matrices.collect();
         let table = ExpertTable::new(gpu, &projections).unwrap();
-        let linear_scratch = LinearScratch::new(gpu, rows, HIDDEN, 0).unwrap();
         let unit = match self.kind {
             Kind::Qwen | Kind::Gemma4 => ExpertUnit::Gated(GatedUnit::Plain(Activation::Silu)),
             Kind::GptOss => ExpertUnit::Gated(CLAMPED),
             Kind::Nemotron => ExpertUnit::ReluSquared,
         };
-        let [bias, correction, factors] =
-            [&self.router_bias, &self.correction, &self.factors].map(|v| upload(gpu, v));
-        let router_bias = (self.kind == Kind::GptOss).then_some(&bias);
-        let gate = self.has_gate.then_some((&self.gate.device, None));
-        let router = std::iter::once((&self.router.device, router_bias));
-        let matrices: Vec<_> = router.chain(gate).collect();
-        let (logits, stride) = cuda::router_logits(&self.routing, &matrices, scratch).unwrap();
-        let x_of_router = Input::Plain(x, 1.0);
-        cuda::linear(
-            gpu,
-            x_of_router,
-            rows,
-            &matrices,
-            Output::F32,
-            logits,
-            stride,
-            &linear_scratch,
-        )
-        .unwrap();
-        cuda::route(
-            gpu,
-            &self.routing,
-            RouterVectors {
-                correction: self.routing.sigmoid.map(|_| &correction),
-                factors: (self.kind == Kind::Gemma4).then_some(&factors),
-            },
-            &RoutePlan::choose(&self.routing, rows),
-            scratch,
-            (unfit, 5),
-        )
-        .unwrap();
         let unit = (unit, DIVISOR);
         let (up, gated) = (projections[0].up.0.shape(), projections[0].gate.is_some());
         let plan = ExpertsPlan::gate_up(&self.routing, rows, up, gated).unwrap();
@@ -354,40 +346,46 @@ impl<'a> Mixture<'a> {
     }
 }
 
+/// Scores by sigmoids, of the best of so many groups.
+const fn sigmoids(groups: usize, top_groups: usize) -> Option<SigmoidScoring> {
+    Some(SigmoidScoring {
+        groups,
+        top_groups,
+        scale: 2.5,
+    })
+}
+
+/// A mixture: experts, experts per row, whether their scores are normalized, rows, the form, and sigmoids in place of a softmax.
+type Case = (usize, usize, bool, usize, Kind, Option<SigmoidScoring>);
+
+const MIXTURES: [Case; 18] = [
+    (16, 4, true, 1, Kind::Qwen, None),
+    (16, 4, false, 17, Kind::Qwen, None),
+    (128, 8, true, 2, Kind::Qwen, None),
+    (40, 3, false, 33, Kind::Qwen, None),
+    (6, 2, true, 60, Kind::Qwen, None),
+    (4, 2, true, 150, Kind::Qwen, None),
+    (32, 4, true, 1, Kind::GptOss, None),
+    (8, 4, true, 90, Kind::GptOss, None),
+    (128, 6, true, 1, Kind::Nemotron, sigmoids(1, 1)),
+    (32, 4, false, 40, Kind::Nemotron, sigmoids(8, 3)),
+    (6, 2, true, 60, Kind::Nemotron, sigmoids(3, 2)),
+    (8, 4, true, 150, Kind::Nemotron, sigmoids(1, 1)),
+    (256, 8, true, 1, Kind::Qwen, None),
+    (24, 4, false, 16, Kind::Qwen, None),
+    (40, 3, true, 16, Kind::Qwen, None),
+    (64, 6, true, 11, Kind::Nemotron, sigmoids(4, 2)),
+    (128, 8, true, 1, Kind::Gemma4, None),
+    (16, 4, true, 40, Kind::Gemma4, None),
+];
+
 /// A mixture of experts, of one row to so many that tiles are as large as they get. Routers are of every type, some mixtures have an expert
 /// of all rows, and some have biases and clamped units, or no gates and sigmoids for scores, in groups or not.
 #[test]
 fn mixtures_of_experts_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let sigmoid = |groups, top_groups| {
-        Some(SigmoidScoring {
-            groups,
-            top_groups,
-            scale: 2.5,
-        })
-    };
-    for (i, (experts, per_token, normalized, rows, kind, sigmoid)) in [
-        (16, 4, true, 1, Kind::Qwen, None),
-        (16, 4, false, 17, Kind::Qwen, None),
-        (128, 8, true, 2, Kind::Qwen, None),
-        (40, 3, false, 33, Kind::Qwen, None),
-        (6, 2, true, 60, Kind::Qwen, None),
-        (4, 2, true, 150, Kind::Qwen, None),
-        (32, 4, true, 1, Kind::GptOss, None),
-        (8, 4, true, 90, Kind::GptOss, None),
-        (128, 6, true, 1, Kind::Nemotron, sigmoid(1, 1)),
-        (32, 4, false, 40, Kind::Nemotron, sigmoid(8, 3)),
-        (6, 2, true, 60, Kind::Nemotron, sigmoid(3, 2)),
-        (8, 4, true, 150, Kind::Nemotron, sigmoid(1, 1)),
-        (256, 8, true, 1, Kind::Qwen, None),
-        (24, 4, false, 16, Kind::Qwen, None),
-        (40, 3, true, 16, Kind::Qwen, None),
-        (64, 6, true, 11, Kind::Nemotron, sigmoid(4, 2)),
-        (128, 8, true, 1, Kind::Gemma4, None),
-        (16, 4, true, 40, Kind::Gemma4, None),
-    ]
-    .into_iter()
-    .enumerate()
+    for (i, (experts, per_token, normalized, rows, kind, sigmoid)) in
+        MIXTURES.into_iter().enumerate()
     {
         let routing = Routing {
             experts,
@@ -400,21 +398,6 @@ fn mixtures_of_experts_agree_with_f64() {
             ..Mixture::new(&gpu, i, routing, rows)
         };
         let got = mixture.run();
-        // Experts that are held otherwise are refused.
-        let router = &mixture.router.device;
-        expect_kind(
-            ExpertTable::new(
-                &gpu,
-                &[ExpertMatrices {
-                    gate: None,
-                    up: (router, None),
-                    down: (router, None),
-                }],
-            ),
-            ErrorKind::Unsupported,
-            "the up projection of expert 0",
-        );
-
         let what = format!("{per_token} of {experts} experts, {rows} rows");
         let want = mixture.expected();
         assert_close(&got.residual, &want, F16, &what);
@@ -423,5 +406,19 @@ fn mixtures_of_experts_agree_with_f64() {
         let of_norm = format!("{what}, the norm after");
         assert_close(&got.normed, &normalized, 2.0 * F16, &of_norm);
         assert!(got.unfit.iter().all(|v| v.to_bits() == 0), "{what}");
+        check_other_types(&gpu, &mixture.router);
     }
+}
+
+/// Experts in another type than NVFP4 are refused.
+fn check_other_types(gpu: &Arc<Gpu>, other: &Dense) {
+    let other = (&other.device, None);
+    let matrices = ExpertMatrices {
+        gate: None,
+        up: other,
+        down: other,
+    };
+    let refused = ExpertTable::new(gpu, &[matrices]);
+    let what = "the up projection of expert 0";
+    expect_kind(refused, ErrorKind::Unsupported, what);
 }

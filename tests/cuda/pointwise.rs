@@ -158,6 +158,57 @@ impl Residual<'_> {
         self.overflow.read(0, &mut noted).unwrap();
         noted
     }
+
+    /// Rows as they are, for what takes them without a norm.
+    fn as_they_are<'a>(&'a self, layout: Layout, rows: &'a DeviceBuffer) -> StreamRows<'a> {
+        StreamRows {
+            layout,
+            rows,
+            overflow: &self.overflow,
+            layer: 6,
+        }
+    }
+
+    /// Rows without a norm: after the sum, and alone, with a value in one that f16 does not hold.
+    fn check_rows_as_they_are(&self, layout: Layout, rows: &DeviceBuffer) {
+        let Residual { gpu, m, width, .. } = *self;
+        let check = |sum: &[f32], odd: Option<usize>| {
+            let (got, want) = (read_rows(layout, rows, m, width), rounded(sum));
+            assert_eq!(got.len(), want.len());
+            for (got, want) in got.iter().zip(want) {
+                let is_same = f64::from(*got) == want || want.abs() > 65_504.0;
+                assert!(is_same, "{got} and {want}");
+            }
+            let mut want = vec![0; m];
+            odd.into_iter().for_each(|row| want[row] = 7);
+            assert_eq!(self.noted(), want, "{m} rows of {width}");
+        };
+        let follows = self.as_they_are(layout, rows);
+        let mut sum = self.add(Some(NextRows::Stream(follows)));
+        check(&sum, None);
+        sum[(m - 1) * width + 5] = -65_520.0;
+        let odd = upload(gpu, &sum);
+        cuda::stream_rows(gpu, &odd, m, width, follows).unwrap();
+        check(&sum, Some(m - 1));
+    }
+
+    /// An addend whose squares have no finite sum, which is no fault of what takes the sum.
+    fn check_odd_addends(&mut self, y: &[f32], x: &[f32], layout: Layout, rows: &DeviceBuffer) {
+        let Residual { gpu, m, width, .. } = *self;
+        for odd in [1e20, f32::NEG_INFINITY, f32::NAN] {
+            let mut y = y.to_vec();
+            y[(m - 1) * width + 5] = odd;
+            self.y = upload(gpu, &y);
+            self.stream = upload(gpu, x);
+            self.overflow = upload(gpu, &vec![0u32; m]);
+            let follows = self.as_they_are(layout, rows);
+            let sum = self.add(Some(NextRows::Stream(follows)));
+            assert!(sum[(m - 1) * width..].iter().all(|v| v.is_nan()), "{odd}");
+            let mut want = vec![0; m];
+            want[m - 1] = 5;
+            assert_eq!(self.noted(), want, "{odd} in {m} rows of {width}");
+        }
+    }
 }
 
 /// A norm of what is added, and the norm of the sum: rows that fill registers and such that do not, in both layouts.
@@ -203,50 +254,8 @@ fn norms_after_a_residual_sum_agree_with_f64() {
         let twice: Vec<f32> = addend.iter().zip(&added).map(|(a, b)| a + b).collect();
         assert_close(&got, &as_f64(&twice), EXACT, "what was added to twice");
 
-        // Rows without a norm: after the sum, and alone, with a value in one that f16 does not hold.
-        let follows = StreamRows {
-            layout,
-            rows: &normed,
-            overflow: &residual.overflow,
-            layer: 6,
-        };
-        let mut sum = residual.add(Some(NextRows::Stream(follows)));
-        let check = |sum: &[f32], odd: Option<usize>| {
-            let (got, want) = (read_rows(layout, &normed, m, width), rounded(sum));
-            assert_eq!(got.len(), want.len());
-            for (got, want) in got.iter().zip(want) {
-                let is_same = f64::from(*got) == want || want.abs() > 65_504.0;
-                assert!(is_same, "{got} and {want}");
-            }
-            let mut want = vec![0; m];
-            odd.into_iter().for_each(|row| want[row] = 7);
-            assert_eq!(residual.noted(), want, "{m} rows of {width}");
-        };
-        check(&sum, None);
-        sum[(m - 1) * width + 5] = -65_520.0;
-        let odd = upload(&gpu, &sum);
-        cuda::stream_rows(&gpu, &odd, m, width, follows).unwrap();
-        check(&sum, Some(m - 1));
-
-        // An addend whose squares have no finite sum, which is no fault of what takes the sum.
-        for odd in [1e20, f32::NEG_INFINITY, f32::NAN] {
-            let mut y = y.clone();
-            y[(m - 1) * width + 5] = odd;
-            residual.y = upload(&gpu, &y);
-            residual.stream = upload(&gpu, &x);
-            residual.overflow = upload(&gpu, &vec![0u32; m]);
-            let follows = StreamRows {
-                layout,
-                rows: &normed,
-                overflow: &residual.overflow,
-                layer: 6,
-            };
-            let sum = residual.add(Some(NextRows::Stream(follows)));
-            assert!(sum[(m - 1) * width..].iter().all(|v| v.is_nan()), "{odd}");
-            let mut want = vec![0; m];
-            want[m - 1] = 5;
-            assert_eq!(residual.noted(), want, "{odd} in {m} rows of {width}");
-        }
+        residual.check_rows_as_they_are(layout, &normed);
+        residual.check_odd_addends(&y, &x, layout, &normed);
     }
 }
 
@@ -293,21 +302,38 @@ fn divided_addends_and_factors_of_a_residual_sum_agree_with_f64() {
     assert_close(&read_f32(&factors, m), &want, EXACT, "factors of the norm");
 }
 
+/// Sizes of the blocks' own inputs: rows, blocks, the width of a block's, and tokens of the table.
+const OWN_INPUTS: (usize, usize, usize, usize) = (3, 4, 48, 20);
+
+/// A table in host memory with these values, which a type holds.
+fn table_of(gpu: &Arc<Gpu>, storage: WeightType, values: &[f32]) -> HostTable {
+    let (_, blocks, width, vocabulary) = OWN_INPUTS;
+    let fill = |bytes: &mut [u8]| {
+        let element = bytes.len() / values.len();
+        for (to, v) in bytes.chunks_exact_mut(element).zip(values) {
+            match storage {
+                WeightType::F32 => to.copy_from_slice(&v.to_le_bytes()),
+                WeightType::F16 => to.copy_from_slice(&f16::from_f32(*v).to_le_bytes()),
+                _ => to.copy_from_slice(&bf16::from_f32(*v).to_le_bytes()),
+            }
+        }
+        Ok(())
+    };
+    HostTable::new(gpu, vocabulary, blocks * width, storage, fill).unwrap()
+}
+
 /// The inputs of blocks from projections and tables of every type, and their gates, whose rows are divided to fit f16.
 #[test]
 fn per_layer_inputs_and_gates_agree_with_f64() {
     let Some(gpu) = gpu() else { return };
-    let (m, blocks, width, vocabulary) = (3, 4, 48, 20);
+    let (m, blocks, width, vocabulary) = OWN_INPUTS;
     let all = blocks * width;
     let tokens = [7u32, 0, 19];
     let factors = [0.5f32, 3.0, 0.01];
     let (x, norm) = (normal(711, m * all), normal(712, width));
     // Eight bits of mantissa, which every type holds.
-    let bf16s: Vec<bf16> = normal(713, vocabulary * all)
-        .iter()
-        .map(|&v| bf16::from_f32(v))
-        .collect();
-    let values: Vec<f32> = bf16s.iter().map(|v| v.to_f32()).collect();
+    let values = normal(713, vocabulary * all);
+    let values: Vec<f32> = values.iter().map(|&v| bf16::from_f32(v).to_f32()).collect();
     let (scale, table_scale) = (0.125f32, 4.0f32);
     let mut want = Vec::new();
     for (row, (&token, factor)) in tokens.iter().zip(factors).enumerate() {
@@ -325,55 +351,38 @@ fn per_layer_inputs_and_gates_agree_with_f64() {
     }
     let on_device = [upload(&gpu, &factors), upload(&gpu, &norm)];
     let tokens = upload(&gpu, &tokens);
-    let mut inputs = Vec::new();
     for storage in [WeightType::F32, WeightType::F16, WeightType::BF16] {
-        let table = HostTable::new(&gpu, vocabulary, all, storage, |bytes| {
-            let element = bytes.len() / values.len();
-            for (to, v) in bytes.chunks_exact_mut(element).zip(&values) {
-                match storage {
-                    WeightType::F32 => to.copy_from_slice(&v.to_le_bytes()),
-                    WeightType::F16 => to.copy_from_slice(&f16::from_f32(*v).to_le_bytes()),
-                    _ => to.copy_from_slice(&bf16::from_f32(*v).to_le_bytes()),
-                }
-            }
-            Ok(())
-        })
-        .unwrap();
+        let table = table_of(&gpu, storage, &values);
         let projected = ProjectedInputs {
             scale,
             factors: &on_device[0],
             norm: &on_device[1],
             eps: EPS,
         };
-        let out = upload(&gpu, &x);
-        let sizes = (m, width);
-        cuda::per_layer_inputs(&gpu, projected, (&table, table_scale), &tokens, sizes, &out)
-            .unwrap();
-        inputs = read_f32(&out, m * all);
+        let (out, scaled) = (upload(&gpu, &x), (&table, table_scale));
+        cuda::per_layer_inputs(&gpu, projected, scaled, &tokens, (m, width), &out).unwrap();
+        let inputs = read_f32(&out, m * all);
         assert_close(&inputs, &want, EXACT, &format!("inputs by {storage:?}"));
+        check_gates(&gpu, &inputs);
     }
+}
 
-    // A row of values beyond f16 after its factor, one of ordinary values, and one of zeros.
+/// The gate of one block's inputs: a row of values beyond f16 after its factor, one of ordinary values, and one of zeros.
+fn check_gates(gpu: &Arc<Gpu>, inputs: &[f32]) {
+    let (m, blocks, width, _) = OWN_INPUTS;
+    let (all, first) = (blocks * width, 2 * width);
     let mut gate = normal(714, m * width);
     gate[2 * width..].fill(0.0);
     let factors = [1e-6f32, 1.0, 5.0];
-    let (y, divisors) = (poisoned(&gpu, m * width * 2), poisoned(&gpu, m * 4));
-    let first = 2 * width;
-    cuda::per_layer_gate(
-        &gpu,
-        Activation::GeluTanh,
-        &upload(&gpu, &gate),
-        &upload(&gpu, &factors),
-        BlockInputs {
-            all: &upload(&gpu, &inputs),
-            stride: all,
-            first,
-        },
-        (m, width),
-        &y,
-        &divisors,
-    )
-    .unwrap();
+    let (y, divisors) = (poisoned(gpu, m * width * 2), poisoned(gpu, m * 4));
+    let own = BlockInputs {
+        all: &upload(gpu, inputs),
+        stride: all,
+        first,
+    };
+    let (gates, by) = (upload(gpu, &gate), upload(gpu, &factors));
+    let (unit, sizes) = (Activation::GeluTanh, (m, width));
+    cuda::per_layer_gate(gpu, unit, &gates, &by, own, sizes, &y, &divisors).unwrap();
     let (got, divisors) = (read_f16(&y, m * width), read_f32(&divisors, m));
     for (row, (got, divisor)) in got.chunks_exact(width).zip(divisors).enumerate() {
         let gate = &gate[row * width..][..width];

@@ -379,75 +379,93 @@ impl Stepped {
     }
 }
 
+/// Rows of a step with masks, and how many steps there are.
+const ROWS: usize = 7;
+const STEPS: usize = 61;
+
+/// The masks of a step's rows: some steps in a row have none, and at the last step one leaves no token.
+fn masks_of(step: usize, vocabulary: usize) -> Vec<Option<Vec<u32>>> {
+    let has_mask = |row: usize| step % 20 < 15 && !(row + step / 4).is_multiple_of(3);
+    let mask_of = |row: usize| match has_mask(row) {
+        true if leaves_none(step, row) => Some(vec![0; vocabulary.div_ceil(32)]),
+        true => Some(random_mask(vocabulary, (step * ROWS + row) as u64)),
+        false => None,
+    };
+    (0..ROWS).map(mask_of).collect()
+}
+
+fn leaves_none(step: usize, row: usize) -> bool {
+    (step, row) == (STEPS - 1, 2)
+}
+
+/// The token that both the device and the host choose; 0 where neither has one to choose.
+fn chosen_by_both(
+    (step, row): (usize, usize),
+    got: &Result<Output>,
+    want: Result<u32>,
+    what: &str,
+) -> u32 {
+    match (got, want) {
+        (Ok(got), Ok(want)) => {
+            assert_eq!(*got, Output::Token(want), "{what}");
+            want
+        }
+        (Err(got), Err(want)) => {
+            assert!(leaves_none(step, row), "{what}: {got}");
+            assert_eq!(got.message(), want.message());
+            assert!(got.message().contains("none of the 0 tokens"), "{got}");
+            0
+        }
+        (got, want) => panic!("{what}: {got:?}, not {want:?}"),
+    }
+}
+
 /// Steps that run ahead, of rows with and without masks that change from step to step, choose what the host chooses from the logits of the
 /// same steps; a mask without a token is the fault of its row alone.
 #[test]
 fn steps_choose_by_masks_as_the_host_does() {
-    const COUNT: usize = 7;
     let Some(gpu) = gpu() else { return };
     let model = load_on(Device::Cuda(gpu), &golden("qwen3_tied"));
     let vocabulary = model.spec().vocab_size;
     let prompt = some_tokens(&model, 30);
-    let none = vec![0; vocabulary.div_ceil(32)];
     for is_drawn in [false, true] {
         let options_of = |row: usize| SamplingOptions {
-            temperature: if is_drawn {
-                [0.0, 0.9, 1.3][row % 3]
-            } else {
-                0.0
-            },
+            temperature: [0.0, 0.9, 1.3][if is_drawn { row % 3 } else { 0 }],
             top_p: [1.0, 0.9][row % 2],
             repetition_penalty: if is_drawn && row == 4 { 1.3 } else { 1.0 },
             seed: Some(row as u64),
             ..SamplingOptions::default()
         };
-        let options: Vec<SamplingOptions> = (0..COUNT).map(options_of).collect();
-        let mut on_device = Stepped::new(&model, COUNT, &prompt);
-        let mut on_host = Stepped::new(&model, COUNT, &prompt);
-        let mut texts: Vec<Vec<u32>> = (0..COUNT as u32)
+        let options: Vec<SamplingOptions> = (0..ROWS).map(options_of).collect();
+        let mut on_device = Stepped::new(&model, ROWS, &prompt);
+        let mut on_host = Stepped::new(&model, ROWS, &prompt);
+        let mut texts: Vec<Vec<u32>> = (0..ROWS as u32)
             .map(|row| [&prompt[..], &[row + 3]].concat())
             .collect();
         let mut scratch = sample::SampleScratch::default();
         let mut masked = 0;
-        for step in 0..61 {
-            // Some steps in a row have no masks.
-            let has_mask = |row: usize| step % 20 < 15 && !(row + step / 4).is_multiple_of(3);
-            let mask_of = |row: usize| match has_mask(row) {
-                true if step == 60 && row == 2 => Some(none.clone()),
-                true => Some(random_mask(vocabulary, (step * COUNT + row) as u64)),
-                false => None,
-            };
-            let masks: Vec<Option<Vec<u32>>> = (0..COUNT).map(mask_of).collect();
+        for step in 0..STEPS {
+            let masks = masks_of(step, vocabulary);
             let choice_of = |row: usize| Choice {
                 allowed: masks[row].as_deref().map(TokenMask),
                 ..choice(&options[row], step as u64, &texts[row])
             };
-            let choices: Vec<Choice<'_>> = (0..COUNT).map(choice_of).collect();
+            let choices: Vec<Choice<'_>> = (0..ROWS).map(choice_of).collect();
             let last: Vec<&[u32]> = texts.iter().map(|text| &text[text.len() - 1..]).collect();
             let wanted: Vec<Wanted<'_>> = choices.iter().map(|c| Wanted::Token(*c)).collect();
             let outputs = on_device.run(&model, &last, &wanted, &mut Vec::new());
             let mut logits = Vec::new();
-            on_host.run(&model, &last, &[Wanted::Last; COUNT], &mut logits);
-            let mut chosen = Vec::new();
-            for (row, own) in logits.chunks_exact(vocabulary).enumerate() {
-                let what = format!("drawn: {is_drawn}, row {row}, step {step}");
-                match (
-                    &outputs[row],
-                    sample::sample(own, &choices[row], &mut scratch),
-                ) {
-                    (Ok(got), Ok(want)) => {
-                        assert_eq!(*got, Output::Token(want), "{what}");
-                        chosen.push(want);
-                    }
-                    (Err(got), Err(want)) => {
-                        assert_eq!((step, row), (60, 2), "{what}: {got}");
-                        assert_eq!(got.message(), want.message());
-                        assert!(got.message().contains("none of the 0 tokens"), "{got}");
-                        chosen.push(0);
-                    }
-                    (got, want) => panic!("{what}: {got:?}, not {want:?}"),
-                }
-            }
+            on_host.run(&model, &last, &[Wanted::Last; ROWS], &mut logits);
+            let rows = logits.chunks_exact(vocabulary).zip(&choices);
+            let chosen = rows
+                .zip(&outputs)
+                .enumerate()
+                .map(|(row, ((own, by), got))| {
+                    let what = format!("drawn: {is_drawn}, row {row}, step {step}");
+                    let want = sample::sample(own, by, &mut scratch);
+                    chosen_by_both((step, row), got, want, &what)
+                });
+            let chosen: Vec<u32> = chosen.collect();
             masked += masks.iter().flatten().count();
             let each = texts.iter_mut().zip(chosen);
             each.for_each(|(text, token)| text.push(token));

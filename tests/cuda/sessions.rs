@@ -177,35 +177,71 @@ fn adjusted_logits_decide_on_a_gpu_too() {
     }
 }
 
-/// Generations with samplers choose as a host does that reads the logits of each token, and go on alone where no sampler is left.
-#[test]
-fn samplers_choose_from_the_logits_of_a_gpu() {
-    let Some(gpu) = gpu() else { return };
-    let model = deterministic(gpu);
-    let prompt = some_tokens(&model, 20);
-    let new = || prompted(&model, &with_context(200), &prompt);
-    let sampling = SamplingOptions {
-        temperature: 0.9,
-        min_p: 0.001,
-        repetition_penalty: 1.1,
-        seed: Some(5),
-        ..SamplingOptions::default()
-    };
-    let by_hand = |how: &LogitAdjustments, count: usize| {
-        let mut session = new();
-        let mut sampler = Sampler::new(&sampling).unwrap().after(prompt.len());
+/// Sessions of one prompt on a deterministic model, whose tokens are drawn.
+struct Drawing {
+    model: Arc<Served>,
+    prompt: Vec<u32>,
+    sampling: SamplingOptions,
+}
+
+impl Drawing {
+    fn new(gpu: Arc<Gpu>) -> Drawing {
+        let model = deterministic(gpu);
+        Drawing {
+            prompt: some_tokens(&model, 20),
+            model,
+            sampling: SamplingOptions {
+                temperature: 0.9,
+                min_p: 0.001,
+                repetition_penalty: 1.1,
+                seed: Some(5),
+                ..SamplingOptions::default()
+            },
+        }
+    }
+
+    /// A session that has run the prompt and some tokens after it.
+    fn after(&self, tokens: &[u32]) -> Session {
+        let all = [&self.prompt[..], tokens].concat();
+        prompted(&self.model, &with_context(200), &all)
+    }
+
+    /// The tokens that a host chooses, which reads the logits of each.
+    fn by_hand(&self, how: &LogitAdjustments, count: usize) -> Vec<u32> {
+        let mut session = self.after(&[]);
+        let sampler = Sampler::new(&self.sampling).unwrap();
+        let mut sampler = sampler.after(self.prompt.len());
         let mut choose = |_| {
             let token = session.sample_adjusted(&mut sampler, how, None).unwrap();
             session.decode(token).unwrap();
             token
         };
-        (0..count).map(&mut choose).collect::<Vec<u32>>()
-    };
-    let generate = |how: &GenerateOptions| {
-        let mut session = new();
-        let made = session.generate(how, &mut |_| ControlFlow::Continue(()));
+        (0..count).map(&mut choose).collect()
+    }
+
+    /// The tokens that a generation of up to 60 chooses.
+    fn generate(&self, adjustments: LogitAdjustments, stop_tokens: &[u32]) -> Vec<u32> {
+        let how = GenerateOptions {
+            max_tokens: 60,
+            sampling: self.sampling.clone(),
+            ignore_model_stops: true,
+            adjustments,
+            stop_tokens: stop_tokens.to_vec(),
+            ..GenerateOptions::default()
+        };
+        let made = self
+            .after(&[])
+            .generate(&how, &mut |_| ControlFlow::Continue(()));
         made.unwrap().tokens
-    };
+    }
+}
+
+/// Generations with samplers choose as a host does that reads the logits of each token, and so do steps of a session with samplers beside one
+/// without.
+#[test]
+fn samplers_choose_from_the_logits_of_a_gpu() {
+    let Some(gpu) = gpu() else { return };
+    let drawing = Drawing::new(gpu);
     let all = LogitAdjustments {
         no_repeat_ngram_size: 3,
         dry: Dry {
@@ -220,46 +256,39 @@ fn samplers_choose_from_the_logits_of_a_gpu() {
         xtc_threshold: 0.01,
         ..LogitAdjustments::default()
     };
-    let want = by_hand(&all, 60);
-    let mut how = GenerateOptions {
-        max_tokens: 60,
-        sampling: sampling.clone(),
-        ignore_model_stops: true,
-        adjustments: all.clone(),
-        ..GenerateOptions::default()
-    };
-    assert_eq!(generate(&how), want);
+    let want = drawing.by_hand(&all, 60);
+    assert_eq!(drawing.generate(all.clone(), &[]), want);
     let none = LogitAdjustments::default();
-    let plain = by_hand(&none, 60);
+    let plain = drawing.by_hand(&none, 60);
     assert_ne!(want, plain);
-    // Steps of a session with samplers beside one without.
     let choices = [&all, &none].map(|adjustments| StepChoice {
-        sampling: &sampling,
+        sampling: &drawing.sampling,
         adjustments,
         top_log_probabilities: None,
     });
-    let (mut a, mut b) = (new(), new());
+    let (mut a, mut b) = (drawing.after(&[]), drawing.after(&[]));
     let mut next = vec![want[0], plain[0]];
     for i in 1..60 {
         next = session::step_choose_with(&mut [&mut a, &mut b], &next, &choices, true).unwrap();
         assert_eq!(next, [want[i], plain[i]], "step {i}");
     }
-    // Tokens that end the text are excluded at first; then the device chooses alone.
+}
+
+/// Tokens that end the text are excluded at first; then, with no sampler left, the device chooses alone.
+#[test]
+fn a_gpu_chooses_alone_where_no_sampler_is_left() {
+    let Some(gpu) = gpu() else { return };
+    let drawing = Drawing::new(gpu);
+    let plain = drawing.by_hand(&LogitAdjustments::default(), 31);
     let ends = [plain[2], plain[30]];
     let excluded = LogitAdjustments {
         bias: ends.map(|end| (end, f32::NEG_INFINITY)).to_vec(),
         ..LogitAdjustments::default()
     };
-    how.stop_tokens = ends.to_vec();
-    how.adjustments = LogitAdjustments {
-        min_tokens: 25,
-        ..none
-    };
-    let least = by_hand(&excluded, 25);
-    let mut session = prompted(&model, &with_context(200), &[&prompt[..], &least].concat());
-    let mut sampler = Sampler::new(&sampling).unwrap();
-    sampler = sampler.after(session.len());
-    let mut want = least;
+    let mut want = drawing.by_hand(&excluded, 25);
+    let mut session = drawing.after(&want);
+    let sampler = Sampler::new(&drawing.sampling).unwrap();
+    let mut sampler = sampler.after(session.len());
     while want.len() < 60 {
         let token = session.sample(&mut sampler).unwrap();
         if ends.contains(&token) {
@@ -268,7 +297,11 @@ fn samplers_choose_from_the_logits_of_a_gpu() {
         session.decode(token).unwrap();
         want.push(token);
     }
-    assert_eq!(generate(&how), want);
+    let least = LogitAdjustments {
+        min_tokens: 25,
+        ..LogitAdjustments::default()
+    };
+    assert_eq!(drawing.generate(least, &ends), want);
 }
 
 #[test]

@@ -20,6 +20,17 @@ use super::{error, losses, text};
 use crate::common::golden;
 use crate::support::gpu;
 
+/// The logits of these tokens, and of one more in a step.
+fn logits_after(model: &Served, tokens: &[u32]) -> Result<Vec<f32>> {
+    let mut cache = model.sequence(64, KvType::F16)?;
+    let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
+    model.forward(tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;
+    let mut last = Vec::new();
+    model.forward(&[7], &mut cache, &mut scratch, Logits::Last, &mut last)?;
+    logits.extend(last);
+    Ok(logits)
+}
+
 /// The model on live weights, through fused kernels, has the bits of the model that an export gives, also after further steps.
 #[test]
 fn a_gpu_runs_the_weights_that_it_trains() {
@@ -62,17 +73,8 @@ fn a_gpu_runs_the_weights_that_it_trains() {
             .unwrap();
         let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
         let (tokens, _) = text(3, 40, source.spec().vocab_size);
-        let logits = |model: &Served| {
-            let mut cache = model.sequence(64, KvType::F16)?;
-            let (mut scratch, mut logits) = (Scratch::new(), Vec::new());
-            model.forward(&tokens, &mut cache, &mut scratch, Logits::All, &mut logits)?;
-            let mut last = Vec::new();
-            model.forward(&[7], &mut cache, &mut scratch, Logits::Last, &mut last)?;
-            logits.extend(last);
-            Ok(logits)
-        };
-        let found: Result<Vec<f32>> = logits(&model);
-        let (found, expected) = (found.unwrap(), logits(&loaded).unwrap());
+        let logits = |model: &Served| logits_after(model, &tokens).unwrap();
+        let (found, expected) = (logits(&model), logits(&loaded));
         // The trainer has an untied embedding in memory of its own, and the loaded model in host memory: the values are equal.
         assert!(found == expected, "{name}: {:e}", error(&found, &expected));
         losses(&mut trainer, 5..6);
@@ -80,7 +82,7 @@ fn a_gpu_runs_the_weights_that_it_trains() {
             .export_directory(&source, &place, Tables::Auto, true)
             .unwrap();
         let loaded = Served::load(&place, &LoadOptions::new(device.clone())).unwrap();
-        let (after, expected) = (logits(&model).unwrap(), logits(&loaded).unwrap());
+        let (after, expected) = (logits(&model), logits(&loaded));
         assert!(after == expected, "{name}: {:e}", error(&after, &expected));
         assert!(after != found, "{name}");
         std::fs::remove_dir_all(&place).unwrap();
