@@ -19,6 +19,8 @@ head_kernels! { STORE_HEADS(StoreArguments):
     RopeStore, None, "rope_store_heads_" [32 64 128] "";
     RopeStoreF8, None, "rope_store_heads_" [32 64 128] "_f8";
     RopeStoreGeneral, None, "rope_store_heads_" [192 256 512] "";
+}
+head_kernels! { STORE_PARTLY_ROTATED_HEADS(StoreArguments):
     RopeStoreGeneral, None, "rope_store_heads_" [32 64 80 96 128 192 256] "_general";
 }
 head_kernels! { STORE_VALUES(StoreArguments):
@@ -30,6 +32,8 @@ head_kernels! { STORE_ROWS(StoreRowsArguments):
     RopeStore, None, "rope_store_rows_" [32 64 128] "";
     RopeStoreF8, None, "rope_store_rows_" [32 64 128] "_f8";
     RopeStoreGeneral, None, "rope_store_rows_" [192 256] "";
+}
+head_kernels! { STORE_PARTLY_ROTATED_ROWS(StoreRowsArguments):
     RopeStoreGeneral, None, "rope_store_rows_" [32 64 80 96 128 192 256] "_general";
 }
 head_kernels! { ROWS(PrefillArguments):
@@ -50,8 +54,10 @@ head_kernels! { PREFILL(PrefillArguments):
 /// The kernels of this file, and the bytes of their arguments.
 pub(super) fn arguments() -> impl Iterator<Item = (&'static str, usize)> {
     sizes(STORE_HEADS)
+        .chain(sizes(STORE_PARTLY_ROTATED_HEADS))
         .chain(sizes(STORE_VALUES))
         .chain(sizes(STORE_ROWS))
+        .chain(sizes(STORE_PARTLY_ROTATED_ROWS))
         .chain(sizes(ROWS))
         .chain(sizes(ROWS_HALF))
         .chain(sizes(PREFILL))
@@ -126,10 +132,11 @@ pub fn store(
     );
     let groups = (first_position + rows).div_ceil(8) - first_position / 8;
     let by_value = Launch::new([groups as u32, own as u32, 1], heads.shape.dim as u32);
-    let is_whole = rotates_whole(heads.shape.dim, heads.rotary_dim);
-    let rotate = one(STORE_HEADS, heads.shape.dim, |k| {
-        k.unit == store && k.name.ends_with("_general") != is_whole
-    })?;
+    let rotating = match rotates_whole(heads.shape.dim, heads.rotary_dim) {
+        true => STORE_HEADS,
+        false => STORE_PARTLY_ROTATED_HEADS,
+    };
+    let rotate = one(rotating, heads.shape.dim, |k| k.unit == store)?;
     // Values do not rotate: partial rotations have no kernel of their own.
     let values = one(STORE_VALUES, heads.shape.dim, |k| {
         (k.unit == Unit::RopeStoreF8) == (kv == KvType::F8)
@@ -197,10 +204,11 @@ pub fn store_rows(
         before: i32::from(before),
     };
     let grid = [rows as u32, (2 * kv_heads).div_ceil(4) as u32, 1];
-    let is_whole = rotates_whole(dim, heads.rotary_dim);
-    let kernel = one(STORE_ROWS, dim, |k| {
-        k.unit == store && k.name.ends_with("_general") != is_whole
-    })?;
+    let rotating = match rotates_whole(dim, heads.rotary_dim) {
+        true => STORE_ROWS,
+        false => STORE_PARTLY_ROTATED_ROWS,
+    };
+    let kernel = one(rotating, dim, |k| k.unit == store)?;
     // SAFETY: sizes were checked; the caller vouches for blocks and positions.
     unsafe { Launch::new(grid, 128).of(kernel).run(gpu, &arguments) }
 }

@@ -4,7 +4,6 @@ use super::hardware::Hardware;
 use super::limits::MATRICES;
 use super::matrix::{Biased, MatrixShape};
 use super::output::Output;
-use super::skinny::{beside_norm, least_shared};
 use crate::base::Result;
 use crate::base::error::bail;
 use crate::cuda::driver::{DeviceBuffer, Gpu, Launch, Planned, int};
@@ -117,11 +116,11 @@ impl DenseKernel {
         use DenseKernel::*;
         let counts = matrices.iter().map(|w| w.rows.div_ceil(TILE_FEATURES));
         let tiles: usize = counts.sum();
-        let ctas = tiles.min(beside_norm(hardware, m, tiles));
+        let ctas = tiles.min(hardware.beside_norm(m, tiles));
         let held = if m == 1 { 1 } else { INT8_ROWS };
         let x = m * matrices[0].cols.next_multiple_of(TILE_STEP) * 2;
         let sums = (tiles.div_ceil(ctas.max(1)) + TILE_WARPS) * TILE_FEATURES * held * 4;
-        let beside = least_shared(hardware, 1);
+        let beside = hardware.least_shared(1);
         let kernels: &[(usize, DenseKernel)] = match m {
             1 => &[(4, Int8Row4Stages), (2, Int8Row2Stages)],
             _ => &[

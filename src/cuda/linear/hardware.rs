@@ -1,6 +1,6 @@
 //! Properties of a device by which kernels are chosen.
 
-use super::limits::TILED;
+use super::limits::{HALF_SM_ROWS, TILED};
 use super::tiles::{MOST_SPLIT_K, TileKernel, Tiles};
 use crate::base::Result;
 use crate::cuda::driver::{Attached, Gpu};
@@ -48,6 +48,28 @@ impl Hardware {
     /// Whether two CTAs may form a cluster and share the tiles of a GEMM.
     pub fn has_clusters(&self) -> bool {
         self.arch.0 >= 9
+    }
+
+    /// The most CTAs with `tiles` of a GEMM of `rows` rows that a norm may precede. A multiprocessor with a CTA of the norm, one for each row,
+    /// has no registers for one of the GEMM beside the kernel before both: that CTA would begin after the norm and end last. So for a few rows
+    /// the GEMM leaves as many multiprocessors free as it can while no CTA has more tiles because of that.
+    pub(super) fn beside_norm(&self, rows: usize, tiles: usize) -> usize {
+        let all = self.multiprocessors;
+        match rows <= HALF_SM_ROWS {
+            true => tiles.div_ceil(tiles.div_ceil(all).max(1)),
+            false => all,
+        }
+    }
+
+    /// The least shared memory of a CTA of a GEMM of `rows` rows, with which at most two CTAs share a multiprocessor: one of this kernel and one
+    /// of the next, which fills its rings while the first computes. With room for three, CTAs of the next kernel would gather where CTAs of this
+    /// one have ended, and leave other multiprocessors idle. With more activation rows there is no room for a CTA of the next kernel; then two
+    /// CTAs of this kernel would gather in the same way.
+    pub(super) fn least_shared(&self, rows: usize) -> usize {
+        match rows <= HALF_SM_ROWS {
+            true => self.shared_limit / 3 + 1024,
+            false => self.alone_shared(),
+        }
     }
 
     /// The least shared memory of a CTA with which no other CTA of its kernel shares a multiprocessor.

@@ -283,7 +283,7 @@ impl SkinnyPlan {
             };
             let most = match form {
                 InputForm::Plain(Layout::RowMajor) if output != Output::Add && waves == 1 => {
-                    beside_norm(hardware, rows, tiles)
+                    hardware.beside_norm(rows, tiles)
                 }
                 _ => multiprocessors * waves,
             };
@@ -299,7 +299,7 @@ impl SkinnyPlan {
             if shared <= hardware.shared_limit {
                 let launch = |rows| {
                     let kernel = SkinnyKernel::of(output, form, tile.room(rows))?;
-                    let shared = shared.max(least_shared(hardware, rows));
+                    let shared = shared.max(hardware.least_shared(rows));
                     let launch = Launch {
                         shared: shared as u32,
                         cluster: split_k as u32,
@@ -375,7 +375,7 @@ impl SkinnyPlan {
             + BARRIER_BYTES
             + received
             + m * each * sums * ACCUMULATORS * 4;
-        let shared = shared.max(least_shared(hardware, m));
+        let shared = shared.max(hardware.least_shared(m));
         let launch = Launch {
             shared: shared as u32,
             cluster: split_k as u32,
@@ -425,28 +425,6 @@ fn first_step(steps: usize, ranges: Option<usize>, rank: usize, split_k: usize) 
     match ranges {
         Some(ranges) => steps * (ranges * rank / split_k) / ranges,
         None => steps * rank / split_k,
-    }
-}
-
-/// The most CTAs with `tiles` of a GEMM of `rows` rows that a norm may precede. A multiprocessor with a CTA of the norm, one for each row, has
-/// no registers for one of the GEMM beside the kernel before both: that CTA would begin after the norm and end last. So for a few rows the
-/// GEMM leaves as many multiprocessors free as it can while no CTA has more tiles because of that.
-pub(super) fn beside_norm(hardware: &Hardware, rows: usize, tiles: usize) -> usize {
-    let all = hardware.multiprocessors;
-    match rows <= HALF_SM_ROWS {
-        true => tiles.div_ceil(tiles.div_ceil(all).max(1)),
-        false => all,
-    }
-}
-
-/// The least shared memory of a CTA, with which at most two CTAs share a multiprocessor: one of this kernel and one of the next, which
-/// fills its rings while the first computes. With room for three, CTAs of the next kernel would gather where CTAs of this one have ended,
-/// and leave other multiprocessors idle. With more activation rows there is no room for a CTA of the next kernel; then two CTAs of this
-/// kernel would gather in the same way.
-pub(super) fn least_shared(hardware: &Hardware, rows: usize) -> usize {
-    match rows <= HALF_SM_ROWS {
-        true => hardware.shared_limit / 3 + 1024,
-        false => hardware.alone_shared(),
     }
 }
 
