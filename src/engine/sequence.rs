@@ -95,6 +95,7 @@ pub struct Sequence {
     /// The fingerprint of the weights that computed the positions held.
     weights: u64,
     work: SequenceWork,
+    /// Its place among the live sequences.
     counted: Counted,
 }
 

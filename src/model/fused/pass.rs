@@ -455,26 +455,19 @@ impl<'a> FusedPass<'a> {
                 let pages = pages(chunk.sequence)?;
                 cuda::store(gpu, &heads, &pages, qkv, at, rows, chunk.first, q)
             }),
-            Kernel::Prefill { singles } => {
+            Kernel::Prefill { singles } | Kernel::AttendRows { singles } => {
                 if let Some(plan) = singles {
                     self.decode(&heads, &pages(0)?, plan, Layout::RowMajor, cuda::decode)?;
                 }
+                let attend = match kernel {
+                    Kernel::Prefill { .. } => cuda::prefill,
+                    _ => cuda::attend_rows,
+                };
                 chunks.iter().try_for_each(|chunk| {
                     let (at, rows) = (chunk.rows.start, chunk.rows.len());
                     let (q, out) = (&memory.inner, &memory.input);
                     let pages = pages(chunk.sequence)?;
-                    cuda::prefill(gpu, &heads, &pages, q, at, rows, chunk.first, out)
-                })
-            }
-            Kernel::AttendRows { singles } => {
-                if let Some(plan) = singles {
-                    self.decode(&heads, &pages(0)?, plan, Layout::RowMajor, cuda::decode)?;
-                }
-                chunks.iter().try_for_each(|chunk| {
-                    let (at, rows) = (chunk.rows.start, chunk.rows.len());
-                    let (q, out) = (&memory.inner, &memory.input);
-                    let pages = pages(chunk.sequence)?;
-                    cuda::attend_rows(gpu, &heads, &pages, q, at, rows, chunk.first, out)
+                    attend(gpu, &heads, &pages, q, at, rows, chunk.first, out)
                 })
             }
             _ => bail!(
