@@ -12,10 +12,10 @@ use std::time::Instant;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, Activation, Biased, CachedPages, DecodePlan, DeviceBuffer, FusedNorm, GemmPlan, Glu, Gpu,
-    Graph, Hardware, Heads, Input, InputForm, KvShape, Layout, LinearScratch, Matrix, MatrixShape,
-    NormScratch, Output, PAGE, Pinned, RowHeads, ScaledTile, SplitKv, SplitKvWorkspace, TileKernel,
-    Way,
+    self, Activation, Biased, CachedPages, DecodePlan, DecodedRows, DeviceBuffer, FusedNorm,
+    GemmPlan, Glu, Gpu, Graph, Hardware, Heads, Input, InputForm, KvShape, Layout, LinearScratch,
+    Matrix, MatrixShape, NormScratch, Output, PAGE, Pinned, RowHeads, ScaledTile, SplitKv,
+    SplitKvWorkspace, TileKernel, Way,
 };
 use NVFP4::format::nvfp4::{BLOCK, Levels, NonFinite, QuantizeOptions};
 use NVFP4::format::random;
@@ -563,9 +563,12 @@ fn chain(gpu: &Arc<Gpu>) {
                     let pages = cache.layer(layer);
                     let (hardware, shape) = (Hardware::of(gpu)?, h.decode_shape(KvType::F16));
                     let plan = DecodePlan::choose(&hardware, shape, batch, length + 1)?;
-                    cuda::decode(
-                        gpu, &h, &pages, &qkv, &positions, &plan, &rows, &attended, layout,
-                    )?;
+                    let singles = DecodedRows {
+                        qkv: &qkv,
+                        positions: &positions,
+                        stored: false,
+                    };
+                    cuda::decode(gpu, &h, &pages, singles, &plan, &rows, &attended, layout)?;
                 }
                 if wanted[2] {
                     let input = layout.input(&attended, 1.0);
@@ -711,8 +714,8 @@ fn shapes(matrices: &[Biased<'_>]) -> Vec<MatrixShape> {
 
 fn attention(gpu: &Arc<Gpu>) {
     println!(
-        "{:10} {:>5} {:>6} {:>9} {:>9} {:>9}",
-        "attention", "batch", "length", "division", "us", "GB/s"
+        "{:10} {:>5} {:>6} {:>50} {:>9} {:>9}",
+        "attention", "batch", "length", "kernel", "us", "GB/s"
     );
     let frequencies = floats(gpu, DIM / 2, 4);
     let norm = floats(gpu, DIM, 5);
@@ -748,17 +751,13 @@ fn attention(gpu: &Arc<Gpu>) {
             let enqueue = || -> NVFP4::base::Result<()> {
                 for layer in 0..layers {
                     let pages = cache.layer(layer);
-                    cuda::decode(
-                        gpu,
-                        &h,
-                        &pages,
-                        &qkv,
-                        &positions,
-                        &plan,
-                        &rows,
-                        &out,
-                        Layout::RowMajor,
-                    )?;
+                    let singles = DecodedRows {
+                        qkv: &qkv,
+                        positions: &positions,
+                        stored: false,
+                    };
+                    let layout = Layout::RowMajor;
+                    cuda::decode(gpu, &h, &pages, singles, &plan, &rows, &out, layout)?;
                 }
                 Ok(())
             };
@@ -767,8 +766,9 @@ fn attention(gpu: &Arc<Gpu>) {
             let seconds = time(gpu, &graph) / layers as f64;
             let bytes = batch * length * KV_HEADS * DIM * 4;
             println!(
-                "{:10} {batch:5} {length:6} {plan} {:9.2} {:9.0}",
+                "{:10} {batch:5} {length:6} {:>50} {:9.2} {:9.0}",
                 "decode",
+                plan.to_string(),
                 seconds * 1e6,
                 bytes as f64 / seconds / 1e9
             );

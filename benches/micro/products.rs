@@ -6,7 +6,7 @@ use std::sync::Arc;
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
     self, CachedPages, DeviceBuffer, Gpu, Graph, Heads, Input, LinearScratch, Matrix, Output, PAGE,
-    RowHeads,
+    PromptRows, RowHeads,
 };
 use NVFP4::format::random;
 
@@ -207,7 +207,13 @@ pub(super) fn many_rows(gpu: &Arc<Gpu>, figures: &mut Figures) {
             zeros(gpu, m * HEADS * DIM * 2),
         );
         cuda::store(gpu, &heads, &pages, &qkv, 0, m, 0, &q).unwrap();
-        let enqueue = || cuda::prefill(gpu, &heads, &pages, &q, 0, m, 0, &out);
+        let rows = PromptRows {
+            at: 0,
+            rows: m,
+            first_position: 0,
+            fixed: false,
+        };
+        let enqueue = || cuda::prefill(gpu, &heads, &pages, &q, rows, &out);
         enqueue().unwrap();
         let seconds = time(gpu, &Graph::record(gpu, enqueue).unwrap(), 7);
         // Half of the square, and two products.

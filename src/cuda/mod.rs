@@ -45,8 +45,8 @@ pub use adapter::{
     AdapterTable, AdapterTiles, adapted_glu, expand, expand_norm, shrink,
 };
 pub use attention::{
-    DecodePlan, SplitKv, SplitKvWorkspace, attend_rows, decode, decode_stored,
-    fixed_attention_units, prefill, store, store_rows,
+    DecodePlan, DecodedRows, PromptRows, SplitKv, SplitKvWorkspace, decode, fixed_attention_units,
+    prefill, store, store_rows,
 };
 pub use bandwidth::{copy_bandwidth, read_bandwidth};
 pub use delta::{

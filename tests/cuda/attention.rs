@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use NVFP4::base::memory::Tag;
 use NVFP4::cuda::{
-    self, CachedPages, DecodePlan, DeviceBuffer, Gpu, Hardware, Heads, KvShape, Layout, PAGE,
-    RowHeads, SplitKv, SplitKvWorkspace, Unit,
+    self, CachedPages, DecodePlan, DecodedRows, DeviceBuffer, Gpu, Hardware, Heads, KvShape,
+    Layout, PAGE, PromptRows, RowHeads, SplitKv, SplitKvWorkspace, Unit,
 };
 
 use NVFP4::base::ErrorKind;
@@ -356,15 +356,21 @@ impl Cached<'_> {
         let (last, width) = (s.len() - 1, s.width());
         let q = poisoned(gpu, s.len() * width * 2);
         let qkv = upload(gpu, &s.qkv);
-        let attend = [cuda::prefill, cuda::attend_rows];
-        let outs = attend.map(|_| poisoned(gpu, s.len() * width * 2));
+        let kinds = [false, true];
+        let outs = kinds.map(|_| poisoned(gpu, s.len() * width * 2));
         for (at, rows) in [(0, prefix), (prefix, last - prefix)] {
             if rows == 0 {
                 continue;
             }
             cuda::store(gpu, h, pages, &qkv, at, rows, at, &q).unwrap();
-            for (attend, out) in attend.iter().zip(&outs) {
-                attend(gpu, h, pages, &q, at, rows, at, out).unwrap();
+            for (fixed, out) in kinds.into_iter().zip(&outs) {
+                let rows = PromptRows {
+                    at,
+                    rows,
+                    first_position: at,
+                    fixed,
+                };
+                cuda::prefill(gpu, h, pages, &q, rows, out).unwrap();
             }
         }
         for (kernel, out) in ["prefill", "rows"].into_iter().zip(&outs) {
@@ -396,7 +402,13 @@ impl Cached<'_> {
         let out = poisoned(gpu, rows * width * 2);
         let queries = upload(gpu, &s.queries()[first * width..]);
         cuda::store(gpu, &h, pages, &queries, 0, rows, first, &q).unwrap();
-        cuda::prefill(gpu, &h, pages, &q, 0, rows, first, &out).unwrap();
+        let prompt = PromptRows {
+            at: 0,
+            rows,
+            first_position: first,
+            fixed: false,
+        };
+        cuda::prefill(gpu, &h, pages, &q, prompt, &out).unwrap();
         let got = read_f16(&out, rows * width);
         for (i, got) in got.chunks_exact(width).enumerate() {
             let what = format!("{}, row {i}", self.what("prefill of queries"));
@@ -428,7 +440,12 @@ impl Cached<'_> {
             let out = poisoned(gpu, width * 2);
             let layout = Layout::RowMajor;
             let plan = plan(gpu, h, s.kv, 1, division);
-            cuda::decode(gpu, h, pages, &new, &positions, &plan, &rows, &out, layout).unwrap();
+            let single = DecodedRows {
+                qkv: &new,
+                positions: &positions,
+                stored: false,
+            };
+            cuda::decode(gpu, h, pages, single, &plan, &rows, &out, layout).unwrap();
             let what = format!("{}, {division:?}", self.what("decode"));
             assert_close(&read_f16(&out, width), &want, ATTENTION, &what);
         }
@@ -693,10 +710,12 @@ fn attention_of_several_sequences_agrees_with_f64() {
             let out = poisoned(&gpu, count * width * 2);
             let layout = Layout::RowMajor;
             let plan = plan(&gpu, &h, kv, count, division);
-            cuda::decode(
-                &gpu, &h, &pages, new, positions, &plan, &workspace, &out, layout,
-            )
-            .unwrap();
+            let rows = DecodedRows {
+                qkv: new,
+                positions,
+                stored: false,
+            };
+            cuda::decode(&gpu, &h, &pages, rows, &plan, &workspace, &out, layout).unwrap();
             let got = read_f16(&out, count * width);
             for (i, (got, want)) in got.chunks_exact(width).zip(&wanted).enumerate() {
                 let what = format!("sequence {i} of {count}, {shape:?} in {kv:?}, {division:?}");

@@ -240,59 +240,21 @@ fn division(
     SplitKv::Splits(if positions <= short { 1 } else { splits })
 }
 
-/// Decode attention: one new token for each sequence of `plan`, whose keys and values it also stores, if the layer has any. Reads f32 `qkv`
-/// `[sequences, row dim]`, with the heads of [`Heads::row`], and writes f16 `out` `[sequences, heads dim]` in the given layout. `positions`
-/// (i32) holds the position of each token; blocks must exist up to there. The division changes the result by rounding only.
-pub fn decode(
-    gpu: &Gpu,
-    heads: &Heads<'_>,
-    cache: &CachedPages<'_>,
-    qkv: &DeviceBuffer,
-    positions: &DeviceBuffer,
-    plan: &DecodePlan,
-    workspace: &SplitKvWorkspace,
-    out: &DeviceBuffer,
-    layout: Layout,
-) -> Result<()> {
-    let rows = DecodedRows {
-        qkv,
-        positions,
-        stored: false,
-    };
-    decode_by(gpu, heads, cache, rows, plan, workspace, out, layout)
-}
-
-/// Like [`decode`], with a row in the place of each sequence: several rows may be consecutive tokens of one sequence, whose blocks the table
-/// then lists for each of them. [`store_rows`](crate::cuda::store_rows) must have stored the keys and values of all rows.
-pub fn decode_stored(
-    gpu: &Gpu,
-    heads: &Heads<'_>,
-    cache: &CachedPages<'_>,
-    qkv: &DeviceBuffer,
-    positions: &DeviceBuffer,
-    plan: &DecodePlan,
-    workspace: &SplitKvWorkspace,
-    out: &DeviceBuffer,
-    layout: Layout,
-) -> Result<()> {
-    let rows = DecodedRows {
-        qkv,
-        positions,
-        stored: true,
-    };
-    decode_by(gpu, heads, cache, rows, plan, workspace, out, layout)
-}
-
-/// The rows of [`decode`].
+/// The rows of [`decode`], one for each sequence of a plan.
 #[derive(Clone, Copy)]
-struct DecodedRows<'a> {
-    qkv: &'a DeviceBuffer,
-    positions: &'a DeviceBuffer,
-    /// Whether their keys and values are stored already.
-    stored: bool,
+pub struct DecodedRows<'a> {
+    /// f32 `[sequences, row dim]`, with the heads of [`Heads::row`].
+    pub qkv: &'a DeviceBuffer,
+    /// The position of each token, i32 `[sequences]`; blocks must exist up to there.
+    pub positions: &'a DeviceBuffer,
+    /// Whether [`store_rows`](crate::cuda::store_rows) has stored the keys and values of all rows. Several may then be consecutive tokens of one
+    /// sequence, whose blocks the table lists for each of them.
+    pub stored: bool,
 }
 
-fn decode_by(
+/// Decode attention: one new token for each sequence of `plan`, whose keys and values it also stores, if the layer has any and they are not
+/// stored. Writes f16 `out` `[sequences, heads dim]` in the given layout. The division changes the result by rounding only.
+pub fn decode(
     gpu: &Gpu,
     heads: &Heads<'_>,
     cache: &CachedPages<'_>,

@@ -6,8 +6,8 @@ mod prompt;
 mod ring;
 mod split_kv;
 
-pub use decode::{DecodePlan, decode, decode_stored, fixed_attention_units};
-pub use prompt::{attend_rows, prefill, store, store_rows};
+pub use decode::{DecodePlan, DecodedRows, decode, fixed_attention_units};
+pub use prompt::{PromptRows, prefill, store, store_rows};
 pub use split_kv::{SplitKv, SplitKvWorkspace};
 
 /// The kernels of attention, and the bytes of their arguments.

@@ -255,58 +255,22 @@ fn rows_kernel(
     }
 }
 
-/// Prefill attention: `rows` rows of one sequence, from row `at` of `q` and `out` on. [`store`] writes `q`; `out` is f16 `[rows, heads
-/// dim]`.
-pub fn prefill(
-    gpu: &Gpu,
-    heads: &Heads<'_>,
-    cache: &CachedPages<'_>,
-    q: &DeviceBuffer,
-    at: usize,
-    rows: usize,
-    first_position: usize,
-    out: &DeviceBuffer,
-) -> Result<()> {
-    let rows = PromptRows {
-        at,
-        rows,
-        first_position,
-        fixed: false,
-    };
-    prefill_by(gpu, heads, cache, q, rows, out)
-}
-
-/// Like [`prefill`]; each row has the bits that [`decode`](crate::cuda::decode) with [`SplitKv::fixed`](crate::cuda::SplitKv::fixed) gives it as a single token.
-pub fn attend_rows(
-    gpu: &Gpu,
-    heads: &Heads<'_>,
-    cache: &CachedPages<'_>,
-    q: &DeviceBuffer,
-    at: usize,
-    rows: usize,
-    first_position: usize,
-    out: &DeviceBuffer,
-) -> Result<()> {
-    let rows = PromptRows {
-        at,
-        rows,
-        first_position,
-        fixed: true,
-    };
-    prefill_by(gpu, heads, cache, q, rows, out)
-}
-
-/// The rows of [`prefill`].
+/// The rows of [`prefill`]: some of one sequence, which follow each other.
 #[derive(Clone, Copy)]
-struct PromptRows {
-    at: usize,
-    rows: usize,
-    first_position: usize,
-    /// Whether sums go by fixed splits.
-    fixed: bool,
+pub struct PromptRows {
+    /// The first of them in the buffers.
+    pub at: usize,
+    /// Their number.
+    pub rows: usize,
+    /// The position of the first.
+    pub first_position: usize,
+    /// Whether each row has the bits that [`decode`](crate::cuda::decode) with [`SplitKv::fixed`](crate::cuda::SplitKv::fixed) gives it as a
+    /// single token.
+    pub fixed: bool,
 }
 
-fn prefill_by(
+/// Prefill attention: [`store`] writes `q`, f16 `[rows, heads, dim]`; `out` is f16 `[rows, heads dim]`.
+pub fn prefill(
     gpu: &Gpu,
     heads: &Heads<'_>,
     cache: &CachedPages<'_>,

@@ -11,10 +11,10 @@ use crate::base::Result;
 use crate::base::error::{bail, err};
 use crate::base::memory::Tag;
 use crate::cuda::{
-    self, BesideExperts, Biased, CachedPages, DecodePlan, DeviceBuffer, DeviceSlice, ExpertScratch,
-    ExpertUnit, FusedNorm, GemmPlan, Gpu, Heads, Input, Layout, NextNorm, NextRows, NormalizedRows,
-    NormedAddend, Output, ResidualRow, RoutePlan, RouterVectors, SharedExpert, SplitKvWorkspace,
-    StreamRows,
+    self, BesideExperts, Biased, CachedPages, DecodePlan, DecodedRows, DeviceBuffer, DeviceSlice,
+    ExpertScratch, ExpertUnit, FusedNorm, GemmPlan, Heads, Input, Layout, NextNorm, NextRows,
+    NormalizedRows, NormedAddend, Output, PromptRows, ResidualRow, RoutePlan, RouterVectors,
+    SharedExpert, StreamRows,
 };
 use crate::model::adapter::{AdaptedPart, Adapts};
 use crate::model::order::Half;
@@ -39,19 +39,6 @@ pub(super) struct Attention<'a> {
     pub(super) decodes: &'a [DecodePlan],
     pub(super) chunks: &'a [ChunkRows],
 }
-
-/// The type of [`cuda::decode`] and [`cuda::decode_stored`].
-type DecodeLauncher = fn(
-    &Gpu,
-    &Heads<'_>,
-    &CachedPages<'_>,
-    &DeviceBuffer,
-    &DeviceBuffer,
-    &DecodePlan,
-    &SplitKvWorkspace,
-    &DeviceBuffer,
-    Layout,
-) -> Result<()>;
 
 /// The blocks that a pass goes through.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -440,10 +427,10 @@ impl<'a> FusedPass<'a> {
         let chunks = self.attention.chunks;
         match kernel {
             Kernel::Decode { layout, plan } => {
-                self.decode(&heads, &pages(0)?, plan, *layout, cuda::decode)
+                self.decode(&heads, &pages(0)?, plan, *layout, false)
             }
             Kernel::DecodeStored { layout, plan } => {
-                self.decode(&heads, &pages(0)?, plan, *layout, cuda::decode_stored)
+                self.decode(&heads, &pages(0)?, plan, *layout, true)
             }
             Kernel::StoreRows { before } => {
                 let (qkv, positions) = (&memory.projected, &memory.positions);
@@ -457,17 +444,18 @@ impl<'a> FusedPass<'a> {
             }),
             Kernel::Prefill { singles } | Kernel::AttendRows { singles } => {
                 if let Some(plan) = singles {
-                    self.decode(&heads, &pages(0)?, plan, Layout::RowMajor, cuda::decode)?;
+                    self.decode(&heads, &pages(0)?, plan, Layout::RowMajor, false)?;
                 }
-                let attend = match kernel {
-                    Kernel::Prefill { .. } => cuda::prefill,
-                    _ => cuda::attend_rows,
-                };
+                let fixed = matches!(kernel, Kernel::AttendRows { .. });
                 chunks.iter().try_for_each(|chunk| {
-                    let (at, rows) = (chunk.rows.start, chunk.rows.len());
+                    let rows = PromptRows {
+                        at: chunk.rows.start,
+                        rows: chunk.rows.len(),
+                        first_position: chunk.first,
+                        fixed,
+                    };
                     let (q, out) = (&memory.inner, &memory.input);
-                    let pages = pages(chunk.sequence)?;
-                    attend(gpu, &heads, &pages, q, at, rows, chunk.first, out)
+                    cuda::prefill(gpu, &heads, &pages(chunk.sequence)?, q, rows, out)
                 })
             }
             _ => bail!(
@@ -477,27 +465,23 @@ impl<'a> FusedPass<'a> {
         }
     }
 
-    /// Computes attention of single tokens by `launch`, which is [`cuda::decode`] or [`cuda::decode_stored`].
+    /// Computes attention of single tokens, whose keys and values it also stores unless they are `stored`.
     fn decode(
         &self,
         heads: &Heads<'_>,
         pages: &CachedPages<'_>,
         plan: &DecodePlan,
         layout: Layout,
-        launch: DecodeLauncher,
+        stored: bool,
     ) -> Result<()> {
         let memory = self.memory;
-        launch(
-            &self.lowered.gpu,
-            heads,
-            pages,
-            &memory.projected,
-            &memory.positions,
-            plan,
-            &memory.splits,
-            &memory.input,
-            layout,
-        )
+        let rows = DecodedRows {
+            qkv: &memory.projected,
+            positions: &memory.positions,
+            stored,
+        };
+        let (gpu, splits, out) = (&self.lowered.gpu, &memory.splits, &memory.input);
+        cuda::decode(gpu, heads, pages, rows, plan, splits, out, layout)
     }
 
     fn project(
